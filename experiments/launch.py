@@ -274,8 +274,8 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
     """Runs an experiment and prints its result, one JSON object, as the last line of rank 0's stdout.
 
     A user's error prints one line and exits with code 2, Ctrl-C prints one line and exits with 130. A result with a
-    field `tokens_equal` that is false, or with a list `not_exercised` that is not empty, is printed, and the process
-    exits with code 3.
+    field `tokens_equal` or `log_equal` that is false, or with a list `not_exercised` that is not empty, is printed, and
+    the process exits with code 3.
     """
     if parent := os.environ.pop(_PARENT, None):
         die_with(int(parent))
@@ -307,16 +307,17 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
     if rank() == 0 and result is not None:
         print(json.dumps(result), flush=True)
         if problems := list(_problems(result)):
-            _tell(f"error: tokens must be equal, and what is compared must happen: {'; '.join(problems)}")
+            _tell(f"error: tokens and logs must be equal, and what is compared must happen: {'; '.join(problems)}")
             sys.exit(TOKENS_DIFFER)
 
 
 def _problems(result: dict[str, Any], place: str = "") -> Iterator[str]:
-    """All fields `tokens_equal` of the result, at any depth, that are false, and all `not_exercised` that name any."""
+    """All fields `tokens_equal` and `log_equal` of the result, at any depth, that are false, and all `not_exercised`
+    that name any."""
     for name, value in result.items():
         if isinstance(value, dict):
             yield from _problems(value, f"{place}{name}.")
-        elif name == "tokens_equal" and not value:
+        elif name in ("tokens_equal", "log_equal") and not value:
             yield f"{place}{name} is false"
         elif name == "not_exercised" and value:
             yield f"{place}{name}: {', '.join(value)}"

@@ -191,7 +191,7 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
             contexts=(batch.num_prompt_tokens, batch.longest // 4),
             turns=1,
             prefill_tokens=0,
-            switch_tokens=count * batch.num_prompt_tokens,
+            switch_tokens=of_rank,
             engine=options,
         )
         profile, sizes = pat_measuring.measure(asked, model, groups), ModelConfig.from_pretrained(model)
@@ -212,10 +212,12 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
         for step in run.steps
         if step.num_tokens == step.num_running
     ]
-    found = {
-        "tier": "live",
-        **describe("live", runs, {"workload": pat_cases.NOT_THE_PAPERS, "transport": config.transport}),
-    }
+    switch_s: dict[str, dict[int, float]] = {}
+    for before, after, num_tokens, _ in profile.switches:
+        took = [row[3] for row in profile.switches if row[:3] == (before, after, num_tokens)]
+        switch_s.setdefault(f"TP{before} -> TP{after}", {})[num_tokens] = short(statistics.median(took))
+    facts = {"workload": pat_cases.NOT_THE_PAPERS, "transport": config.transport, "switch_s_by_tokens": switch_s}
+    found = {"tier": "live", **describe("live", runs, facts)}
     show(config, "live", f"live: {pat_cases.NOT_THE_PAPERS}", runs, "live")
     return {"live": found, "predictor_error": short(statistics.fmean(errors))}
 

@@ -32,7 +32,7 @@ from experiments.comparison.turns import short
 from experiments.engine_options import MIB, EngineOptions
 from research.pat.deployment import Deployment
 from research.pat.predictor import Point, StepPredictor
-from research.pat.profile import BATCHES, CONTEXTS, Profile, Subject, SwitchTime
+from research.pat.profile import BATCHES, CONTEXTS, REACH, Profile, Subject, SwitchTime
 from research.pat.redistribute import redistribute
 from research.workloads.shapes import SHAPES
 
@@ -193,6 +193,12 @@ class Passes:
             most = self.longest(batch)
             mine = sorted({most, *(one for one in contexts if 1.1 * one < most)})
             points += [(batch, context) for context in mine if len(mine) > 1]
+        held, needed = slots * self.longest(slots), min(self.num_kv_tokens, slots * self._llm.max_model_len)
+        if held + slots * (WARM_UP + (self._num_steps - 1) // 2) < REACH * needed:
+            raise ValueError(
+                f"steps={self._num_steps}: contexts grow by a token with each, so that the longest that fit are too "
+                f"far below the {needed} tokens that a run may have; give fewer, or a larger --max-model-len"
+            )
         if len({batch for batch, _ in points}) < 2:
             raise ValueError(
                 f"kv_cache_bytes={self._llm.config.kv_cache_bytes}: fewer than two batch sizes fit with two contexts "
@@ -209,10 +215,13 @@ class Passes:
         return self._median(rows)
 
     def drain(self, batch: int) -> list[Point]:
-        """Decodes unequal sequences that end one by one; returns a point for each number of them."""
-        steps = self._num_steps
+        """Decodes unequal sequences that end one by one; returns a point for each number of them. Where they would not
+        fit, fewer steps pass between two ends, and where not even one would, there are fewer sequences."""
+        room = self.longest(batch) + self._num_steps  # for a context and what it generates after the warm-up
+        batch = min(batch, room - 2)
+        steps = min(self._num_steps, max(1, 3 * room // (4 * batch)))
         num_steps = WARM_UP + batch * steps
-        longest = max(3, min(1024, self.longest(batch) - num_steps))
+        longest = min(1024, room - batch * steps)
         contexts = np.geomspace(2, longest, batch).astype(int).tolist()
         places = random.Random(0).sample(range(1, batch + 1), batch)
         for uid, (context, place) in enumerate(zip(contexts, places, strict=True)):

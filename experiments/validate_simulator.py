@@ -109,6 +109,8 @@ class Paced:
         self._model, self._groups, self._pace = model, groups, pace
         self.num_replayed = 0
         """Commands that fresh cores returned again."""
+        self.digests: dict[str, set[str]] = {}
+        """Of the tokens, by cell: one for all of its rollouts."""
 
     def roll_out(self, cell: Cell, policy: SchedulePolicy, *, is_paced: bool = True) -> Run:
         from engines.rollout import world as rollout_world
@@ -118,11 +120,12 @@ class Paced:
             model=self._model,
             groups=self._groups,
             pace=self._pace if is_paced else None,
-            options={"dtype": "float32", **OPTIONS},
+            options={"dtype": "float64", **OPTIONS},
         )
         variant = cell.variant(world.size, self._pace, recorded)
         with recording(rollout_world):
             done = bench.roll_out(cell.workload(), variant, on_end=partial(self._replay, cell))
+        self.digests.setdefault(cell.name, set()).add(done.digest)
         ends = launch.on_rank_0(world, lambda: list(done.finish_times.items()))
         run = describe(done.steps, {tuple(id_): end for id_, end in ends}, world.size)
         return replace(run, dispatches=tuple(recorded.dispatches))
@@ -188,7 +191,7 @@ def main() -> dict[str, Any] | None:
         for _turn in range(config.turns):
             for cell in Bar(chosen, unit="cell", disable=world.rank > 0):
                 paced.setdefault(cell.name, []).append(real.roll_out(cell, policy(cell)))
-    replayed = real.num_replayed
+    replayed, tokens_equal = real.num_replayed, all(len(some) == 1 for some in real.digests.values())
     if world.rank:
         return None
     if math.isnan(gap_s):
@@ -212,7 +215,7 @@ def main() -> dict[str, Any] | None:
         for cell in chosen
     }
     scores = {name: score(run, paced[name], as_dispatched[name]) for name, run in simulated.items()}
-    return _result(config, simulated, paced, scores, gap_s, replayed, log_equal, policies)
+    return _result(config, simulated, paced, scores, gap_s, replayed, tokens_equal, log_equal, policies)
 
 
 def _result(
@@ -222,6 +225,7 @@ def _result(
     scores: dict[str, dict[str, float]],
     gap_s: float,
     num_replayed: int,
+    tokens_equal: bool,
     log_equal: bool,
     policies: dict[str, SchedulePolicy],
 ) -> dict[str, Any]:
@@ -250,8 +254,8 @@ def _result(
         "gap_ms": short(1e3 * gap_s),
         "replay_equal": num_replayed > 0,
         "num_replayed": num_replayed,
+        "tokens_equal": tokens_equal,
         "log_equal": log_equal,
-        "leap_equal": None,
         "makespan_error": each("makespan_error"),
         "error_as_dispatched": each("as_dispatched"),
         "finish_error": each("finish_error"),

@@ -45,6 +45,7 @@ class Desk:
         waited longest."""
         self._drafter, self._max_num_seqs = drafter, max_num_seqs
         self._entries: dict[SequenceId, _Entry] = {}
+        """Those that have waited longest come first."""
         self.num_wasted = 0
         """Guesses behind a wrong one."""
         self.most_over = -math.inf
@@ -128,6 +129,9 @@ class Desk:
         if len(ready) > self._max_num_seqs:
             ready.sort(key=lambda entry: len(entry.guesses.tokens))
             ready = ready[: self._max_num_seqs]
+            for entry in ready:
+                id_ = entry.state.sequence_id
+                self._entries[id_] = self._entries.pop(id_)
         self.passes = ()
         if ready:
             asks = [Ask(entry.state, len(entry.guesses.tokens) + 1) for entry in ready]

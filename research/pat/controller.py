@@ -26,8 +26,8 @@ from research.pat.redistribute import redistribute
 from research.pat.switch_cost import moves_kv
 
 _MOST_LOGGED = 10_000
-_STEPS_OF_PAPER = 64
-_FEWEST_STEPS = 16
+_REPORTS_OF_PAPER = 64
+_FEWEST_REPORTS = 16
 """Of each replica, before a plan that came out otherwise is made anew."""
 Estimator = Literal["lookahead", "paper"]
 
@@ -39,7 +39,8 @@ class PatOptions:
     estimator: Estimator = "lookahead"
     """lookahead: lengths as expected from those that have ended, and all later switches. paper: Algorithm 1 as printed,
     in which every sequence runs to its limit, and one switch is weighed against none; its loop goes round whenever
-    sequences have ended and every 64 steps, as the paper does not say how often it does."""
+    sequences have ended and after 64 reports of each replica, which tell of one step or, at most 20 times a second, of
+    several, as the paper does not say how often it does."""
     margin: Fraction = 0.0
     """Share of the remaining time that a switch must save beyond its cost."""
     dwell_s: NonNegative = 0.0
@@ -95,7 +96,7 @@ class PatController:
         self._next_time = np.inf
         """When one is due, whatever their number."""
         self._num_asked = 0
-        """Calls since the last decision: one for each step of a replica."""
+        """Calls since the last decision: one for each report of a replica, of steps or of ends."""
         self._last_switch = -np.inf
         self.log: deque[Considered] = deque(maxlen=_MOST_LOGGED)
         """The latest decisions, also those to stay."""
@@ -161,9 +162,9 @@ class PatController:
         self._num_asked += 1
         count = view.num_unfinished
         if self._options.estimator == "paper":
-            return count != self._last_count or self._num_asked >= _STEPS_OF_PAPER * len(view.layout.replicas)
+            return count != self._last_count or self._num_asked >= _REPORTS_OF_PAPER * len(view.layout.replicas)
         has_more = count > self._last_count
-        is_late = view.now >= self._next_time and self._num_asked >= _FEWEST_STEPS * len(view.layout.replicas)
+        is_late = view.now >= self._next_time and self._num_asked >= _FEWEST_REPORTS * len(view.layout.replicas)
         return has_more or ((count <= self._next_count or is_late) and tp_size < max(self._deployment.steps))
 
     def _consider(

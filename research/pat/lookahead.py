@@ -163,7 +163,7 @@ class WorkLeft:
         """
         one = self.deployment
         batch, tokens, share = self._at_once(tp_size)
-        fits = batch * share >= 1
+        fits = batch * share > 1 - 1e-9  # one slot of 49 is 0.9999999999999999 sequences
         step_seconds = one.steps[tp_size].seconds(batch * share, tokens * share) / np.where(fits, share, 1.0)
         seconds = np.where(fits, self._steps * step_seconds, np.where(self._steps > 0, np.inf, 0.0))
         return np.add.reduceat(seconds, self._starts)

@@ -23,6 +23,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256)
 """Ten sizes from 1 to 256, as PAT profiles; it does not list them."""
 CONTEXTS = (8, 64, 128, 256, 384, 512, 2048, 8192, 32768, 131072)
 """Tokens of each sequence: denser below 512."""
+REACH = 0.9
+"""Share of the tokens that a run may have, up to which a profile must have points."""
 PassTime = tuple[Count, Count, Count, Positive]
 """(TP size, sequences of a replica, sum of their contexts in tokens, seconds), while all replicas do the same."""
 SwitchTime = tuple[Count, Count, Count, NonNegative]
@@ -90,7 +92,7 @@ class Profile:
                 raise ValueError(f"profile: has no points of TP size {size}; profile again with this many ranks")
             batch, num_tokens = max(point[0] for point in points), max(point[1] for point in points)
             needed = min(most, max_num_seqs * max_model_len)
-            if batch < max_num_seqs or num_tokens < 0.9 * needed:
+            if batch < max_num_seqs or num_tokens < REACH * needed:
                 raise ValueError(
                     f"profile: its points of TP size {size} reach {batch} sequences and {num_tokens} tokens, this run "
                     f"may have max_num_seqs={max_num_seqs} and {needed} tokens in the KV cache; profile with the same "

@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import Literal
 
 from engines.coordination.policies import queued_from
-from engines.coordination.views import Dispatch, ScheduleView
+from engines.coordination.views import Dispatch, EndedView, ScheduleView, SequenceView
 from engines.sequence import SequenceId
 from research.seer.chunks import ChunkOptions, dispatch_chunk
 from research.seer.waiting_queue import WaitingQueue
@@ -27,20 +27,37 @@ class RandomStatic:
         self._random = random.Random(seed)
         self._by = by
         self._places: dict[tuple[int, ...], int] = {}
+        self._unfinished: dict[tuple[int, ...], set[SequenceId]] = {}
+        """The sequences of each place, which goes with the last of them: a policy may serve thousands of rollouts."""
         self._deck: list[int] = []
         """Replicas that have got nothing since the replicas were last shuffled."""
 
     def next(self, view: ScheduleView) -> Dispatch | None:
+        self._note(view)
         sequence = next(iter(view.waiting.values()), None)
         ids = sorted(spec.id for spec in view.layout.replicas if spec.role == "rollout")
         if sequence is None or not ids or not all(view.replicas[id_].accepts for id_ in ids):
             return None
-        key = (sequence.sequence_id[0], sequence.group_id) if self._by == "group" else sequence.sequence_id
+        key = self._key(sequence)
         if self._places.get(key) not in ids:
             if not set(self._deck) & set(ids):
                 self._deck = self._random.sample(ids, len(ids))
             self._places[key] = next(id_ for id_ in iter(self._deck.pop, None) if id_ in ids)
         return queued_from(ids, ids.index(self._places[key]), sequence, view)
+
+    def _key(self, sequence: SequenceView | EndedView) -> tuple[int, ...]:
+        return (sequence.sequence_id[0], sequence.group_id) if self._by == "group" else sequence.sequence_id
+
+    def _note(self, view: ScheduleView) -> None:
+        for one in view.ended:
+            key = self._key(one)
+            if key in self._unfinished:
+                self._unfinished[key].discard(one.sequence_id)
+                if not self._unfinished[key]:
+                    del self._unfinished[key]
+                    self._places.pop(key, None)
+        for sequence in view.entered:
+            self._unfinished.setdefault(self._key(sequence), set()).add(sequence.sequence_id)
 
 
 class Divided:

@@ -43,9 +43,10 @@ TOKENS_EQUAL = """
 import sys
 from experiments import launch
 
-equal = sys.argv[1] in ("yes", "idle")
+equal = sys.argv[1] in ("yes", "idle", "log")
 idle = ["nothing was drafted"] if sys.argv[1] == "idle" else []
-cases = {"a": {"tokens_equal": True, "not_exercised": idle}, "b": {"T=1": {"tokens_equal": equal}}}
+one = {"tokens_equal": True, "log_equal": sys.argv[1] != "log", "not_exercised": idle}
+cases = {"a": one, "b": {"T=1": {"tokens_equal": equal}}}
 if sys.argv[1:] == ["anew"]:
     launch.run(lambda: {"found": launch.start_anew("no")["live"]})
 else:
@@ -227,6 +228,7 @@ def test_a_forked_process_ends_alone() -> None:
         ("no", 3, "live.b.T=1.tokens_equal"),
         ("anew", 3, "found.b.T=1."),
         ("idle", 3, "live.a.not_exercised: nothing was drafted"),
+        ("log", 3, "live.a.log_equal is false"),
     ],
 )
 def test_different_tokens_fail_after_the_result(tmp_path: Path, answer: str, code: int, place: str) -> None:

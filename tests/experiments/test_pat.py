@@ -22,6 +22,9 @@ def test_both_parts(tmp_path: Path) -> None:
     live, paced = result["live"], result["paced"]
     assert (live["tier"], paced["tier"]) == ("live", "paced")
     assert live["tokens_equal"] and live["workload"] and result["predictor_error"] > 0
+    for seconds in live["switch_s_by_tokens"].values():
+        assert len(seconds) == 2, "the price of a token of KV is that between few and many"
+    assert len(live["switch_s_by_tokens"]) == 2
     check_paced(paced, "uniform", num_turns=1)
     assert paced["switches"]["uniform"] == [] and paced["switch_share"]["uniform"] == 0
     assert set(paced["row"]["uniform"]["ms"]) == variants(1, 2)

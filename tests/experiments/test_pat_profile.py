@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+import engines
+from engines.parallel.collectives import SingleRank
+from experiments.pat_measuring import Passes
 from experiments.pat_training import RolloutLayouts
 from research.pat.controller import PatController
 from research.pat.profile import Profile
@@ -37,6 +40,17 @@ def path(text_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     draining = [one["points"] for one in Profile.load(path).checks if one["what"] == "draining"]
     assert [[batch for batch, _, _ in points] for points in draining] == [[1, 2, 3, 4]] * 2, "one by one"
     return path
+
+
+@pytest.mark.parametrize(("max_model_len", "batch", "sizes"), [(24, 4, 4), (128, 24, 24), (16, 24, 11)])
+def test_a_batch_drains_one_by_one_also_where_sequences_are_short(
+    text_model: str, max_model_len: int, batch: int, sizes: int
+) -> None:
+    """Eight steps between two ends would reach beyond the model's length, and all that are left would end together."""
+    llm = engines.LLM(text_model, max_model_len=max_model_len, max_num_seqs=24, kv_cache_bytes=2**24)
+    points = Passes(llm, SingleRank(), 4 if max_model_len == 16 else 8).drain(batch)
+    llm.close()
+    assert [size for size, _, _ in points] == [*range(1, sizes + 1)]
 
 
 def test_each_size_has_its_points_and_each_pair_its_switches(path: Path) -> None:
@@ -128,6 +142,8 @@ def test_a_damaged_file_is_one_error(path: Path, tmp_path: Path, damage: Any, me
         (["--drafter", "suffix"], "drafter='suffix': the profile has no times of drafts"),
         (["--check", "--turns", "1"], "turns=1: --check compares turns"),
         (["--kv-cache-mib", "1", "--max-num-seqs", "1", "--batches", "1"], "fewer than two batch sizes fit"),
+        # What it would write, the run with these very limits would refuse.
+        (["--steps", "60", "--max-model-len", "256", "--max-num-seqs", "2"], "steps=60: contexts grow by a token"),
     ],
 )
 def test_what_it_refuses(options: list[str], message: str, tmp_path: Path) -> None:

@@ -188,6 +188,13 @@ def step_by_step(one: Deployment, contexts: list[int], remaining: list[int], siz
     return seconds
 
 
+@pytest.mark.parametrize("count", [49, 98, 103])
+def test_one_slot_of_a_replica_is_room_for_one(count: int) -> None:
+    """A 49th of 49 sequences is less than one in floating point."""
+    work = WorkLeft.of(deployment(max_num_seqs=1), np.ones(count), np.arange(1.0, count + 1))
+    assert np.isfinite(work.seconds(4)).all()
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_the_seconds_of_a_layout_are_those_of_its_steps(seed: int) -> None:
     rng = random.Random(seed)

@@ -7,7 +7,7 @@ import random
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -402,6 +402,26 @@ def test_single_sequences_are_spread_evenly_in_an_order_by_the_seed() -> None:
         assert len(places[-1]) == 48
         assert sorted(replica_id for _, replica_id in places[-1]) == sorted([0, 1, 2] * 16)
     assert places[0] == places[1] != places[2]
+
+
+@pytest.mark.parametrize("by", ["group", "sequence"])
+def test_places_are_drawn_anew_for_each_rollout_and_forgotten_after_it(by: Literal["group", "sequence"]) -> None:
+    """Also for groups of the same ids: of those that had one replica, both replicas now get as many."""
+    policy = RandomStatic(by=by)
+    desk, _ = open_desk(8, policy=policy, slots=8)
+    where = given(desk.sent)
+    for phase in (1, 2):
+        running = [(replica_id, uid) for replica_id, uids in where.items() for uid in uids]
+        for replica_id, uid in running:
+            for other, uids in given(desk.finish(replica_id, make_state(uid), phase=phase - 1)).items():
+                where[other] += uids
+                running += [(other, one) for one in uids]
+        assert len(where[0]) == len(where[1]) == 4 // phase
+        for command in [one for one in desk.ask(r.RequestEndPhase()) if isinstance(one, m.EndPhase)]:
+            desk.hear(m.PhaseEnded, command.replica_id, phase=phase - 1, acks=command.seq)
+        desk.ask(r.BeginPhase(phase=phase, policy_version=0, weights_source="somewhere"))
+        where = given(desk.ask(r.SubmitSequences(states=tuple(map(make_state, where[0])))))
+    assert len(where[0]) == len(where[1]) == 1 and len(policy._places) == 2
 
 
 def test_an_oracle_needs_all_lengths() -> None:

@@ -12,7 +12,16 @@ from engines.config import DraftMode
 from engines.sequence import SequenceState
 from engines.speculation.desk import Desk
 from engines.speculation.drafter import Ask, Draft, DraftPass, News, Outcome
-from engines.speculation.posts import Guessed, ToDrafter, ToVerifier, decode_to_drafter, decode_to_verifier, encode
+from engines.speculation.posts import (
+    Commit,
+    Enter,
+    Guessed,
+    ToDrafter,
+    ToVerifier,
+    decode_to_drafter,
+    decode_to_verifier,
+    encode,
+)
 from engines.speculation.remote import PATIENCE_S, RemoteDrafter
 from engines.speculation.verify import num_accepted
 from engines.speculation.window import Guesses
@@ -239,6 +248,27 @@ def test_no_sequence_waits_for_guesses_that_its_drafter_was_not_asked_for() -> N
     remote.propose([], 0, 0)
     remote.follow(News(drawn=[Outcome(state)]))
     assert [step(6), step(6), step(6)] == [1, 6, 6]
+
+
+def test_sequences_take_turns_where_a_pass_has_room_for_few() -> None:
+    """Also where a verifier draws at once: else the first ones to enter would be drafted for again and again."""
+    states = [make_state(uid, range(1, 4)) for uid in range(3)]
+    desk = Desk(Guesser({uid: list(range(1, 60)) for uid in range(3)}, 1.0), max_num_seqs=1)
+    for state in states:
+        sampled = {"key": state.key, "group_id": 0, "params": state.params, "num_prompt_tokens": 3}
+        desk.hear("verifier", [Enter(number=1, tokens=[*state.tokens], window=1, ahead=False, **sampled)])
+    served: list[int] = []
+    for _ in range(9):
+        for guessed in (post for posts in desk.draft().values() for post in posts):
+            assert isinstance(guessed, Guessed)
+            tokens = states[guessed.sequence_id[1]].tokens
+            served.append(guessed.sequence_id[1])
+            drawn = Commit(
+                sequence_id=guessed.sequence_id, start=len(tokens), tokens=guessed.tokens, window=1, ahead=False
+            )
+            tokens += guessed.tokens
+            desk.hear("verifier", [drawn])
+    assert served == [0, 1, 2] * 3
 
 
 def test_guesses_beyond_the_vocabulary_are_dropped() -> None:
