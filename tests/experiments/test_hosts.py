@@ -31,12 +31,14 @@ ip -n second addr add 10.9.0.2/24 dev eth-second
 """
 RUN = """
 start() {
-    GLOO_SOCKET_IFNAME=eth-$1 ip netns exec $1 unshare --uts bash -c 'hostname $0 && exec "$@"' $1 \\
-        "$TORCHRUN" --nnodes 2 --node-rank $2 --nproc-per-node 1 --master-addr 10.9.0.1 --master-port 29500 -- "${@:3}"
+    GLOO_SOCKET_IFNAME=eth-$1 ip netns exec $1 unshare --uts bash -c 'hostname $0 && exec "$@"' CALLED \\
+        STARTER "${@:3}"
 }
 start second 1 "$@" &
 start first 0 "$@"
 """
+TORCHRUN = '"$TORCHRUN" --nnodes 2 --node-rank $2 --nproc-per-node 1 --master-addr 10.9.0.1 --master-port 29500 --'
+VARIABLES = 'env RANK=$2 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.9.0.1 MASTER_PORT=29500 "$PYTHON"'
 
 
 def why_not() -> str | None:
@@ -46,10 +48,15 @@ def why_not() -> str | None:
     return f"no network namespaces here: {tried.stderr[-200:]}" if tried.returncode else None
 
 
-@pytest.mark.parametrize(("dispatch", "names"), [("static", 2), ("on-demand", 1)])
-def test_two_hosts_train_as_one(text_model: str, tmp_path: Path, dispatch: str, names: int) -> None:
+@pytest.mark.parametrize(
+    ("dispatch", "name", "starter"),
+    [("static", "$1", TORCHRUN), ("on-demand", "both", VARIABLES)],
+    ids=["static", "on demand"],
+)
+def test_two_hosts_train_as_one(text_model: str, tmp_path: Path, dispatch: str, name: str, starter: str) -> None:
     """The same digits where nothing depends on time, and the same tokens of the first step where it does. Containers of
-    one host may have one name, but no loopback address in common."""
+    one host may have one name, but no loopback address in common; what starts containers may set torchrun's variables
+    itself."""
     if reason := why_not():
         pytest.skip(reason)
     (tmp_path / "vowels.py").write_text(
@@ -59,11 +66,12 @@ def test_two_hosts_train_as_one(text_model: str, tmp_path: Path, dispatch: str, 
     options += ["--reward", f"{tmp_path / 'vowels.py'}:score", "--steps", "2", "--eval-every", "0"]
     run = small(Path(text_model), tmp_path / "runs", *options)
     one = Path(run_main("train", [*run, "--name", "one"], num_ranks=2)["run_dir"])
-    how = RUN if names == 2 else RUN.replace("hostname $0", "hostname both")
+    how = RUN.replace("CALLED", name).replace("STARTER", starter)
     command = [*NAMESPACE, HOSTS + how, "bash", SCRIPT, *run, "--name", "two"]
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    threads = {"OMP_NUM_THREADS": "1", "TORCHRUN": str(Path(sys.executable).parent / "torchrun")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=kept | threads)
+    paths = {"TORCHRUN": str(Path(sys.executable).parent / "torchrun"), "PYTHON": sys.executable}
+    env = kept | paths | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     two = Path(json.loads(done.stdout.splitlines()[-1])["run_dir"])
     if dispatch == "static":
