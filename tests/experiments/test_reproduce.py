@@ -81,6 +81,15 @@ RESULTS: dict[str, Any] = {
             "2, alone": {"rollout_s": 80.0, "ttft_p99": 70.0},
         },
     },
+    "switch.json": {
+        "rows": [{"name": "TP1 -> TP2", "ms": {"all_to_all": 1000.0, "restart": 50_000.0}, "ratios": {"restart": 25.0}}]
+    },
+    "heddle_sim.json": {
+        "schedulers": {},
+        "placement": {},
+        "allocation": {"14b": {"math": {"fix1": 1.5, "fix8": 0.99, "unequal": 1.2}}},
+        "systems": {"14b": {"math": {"verl": 2.0}}},
+    },
     "pat_profile.json": {"predictor_error": [{"tp_size": 1, "what": "held out", "error": 0.12, "a_a": 0.01}]},
 }
 
@@ -99,16 +108,24 @@ def test_each_row_says_what_was_measured_and_whether_it_is_inside(results: Path)
     assert rows["2"]["moonlight, context, tail"]["inside"] is False
     assert [one["inside"] for one in rows["3"].values()] == [True, True, False, True]
     assert rows["4"]["moonlight, drafts over none"]["ours"] == 1.3
-    assert rows["5"] is None and rows["7"] is None
+    assert rows["5"] is None and rows["11"] is None
     assert rows["6"] == {
         "11a, over TP1": {"ours": 0.375, "inside": True},
         "11a, over TP2": {"ours": 0.5, "inside": False},
         "11a, over the best (TP8)": {"ours": pytest.approx(-0.0101), "inside": None},
     }
+    # New processes are timed once, in the first turn, whose switch is a cold one.
+    assert rows["7"] == {"TP1 -> TP2": {"ours": 50.0, "inside": None}}
     assert rows["8"] == {"TP1, held out": {"ours": 0.12, "inside": False}}
     assert rows["9"] == {
         "DAPO, naive over plain": {"ours": 0.9, "inside": True},
         "GRPO, naive over plain": {"ours": 0.9, "inside": None},
+    }
+    assert rows["12"] == {
+        "Fig. 16, math, fix1": {"ours": 1.5, "inside": True},
+        "Fig. 16, math, fix8": {"ours": 0.99, "inside": False},
+        "Fig. 16, math, Algorithm 2 alone": {"ours": 1.2, "inside": None},
+        "Fig. 12, 14b, math, verl": {"ours": 2.0, "inside": None},
     }
     assert rows["14"] == {
         "code, seconds of static over preempt": {"ours": 1.25, "inside": True},
