@@ -83,7 +83,9 @@ def test_tokens_are_those_of_generate(alone: LLM, client: openai.OpenAI, options
         logprobs = [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs, strict=True)]
         assert choice.index == index and choice.logprobs is not None
         assert (choice.token_ids, choice.text) == (one.token_ids, one.text)
-        assert choice.logprobs.token_logprobs == logprobs == streamed[index]["logprobs"]
+        # The library's sums may depend on which sequences share a pass, which is by chance here.
+        assert choice.logprobs.token_logprobs == pytest.approx(logprobs, rel=1e-9)
+        assert streamed[index]["logprobs"] == pytest.approx(logprobs, rel=1e-9)
         assert choice.finish_reason == one.finish_reason and choice.stop_reason == one.stop_reason
         assert (streamed[index]["token_ids"], streamed[index]["text"]) == (one.token_ids, one.text)
         assert streamed[index]["finish_reason"] == one.finish_reason

@@ -31,11 +31,11 @@ ip -n second addr add 10.9.0.2/24 dev eth-second
 """
 RUN = """
 start() {
-    GLOO_SOCKET_IFNAME=eth-$1 ip netns exec $1 unshare --uts bash -c 'hostname $0 && exec "$@"' CALLED \\
-        STARTER "${@:3}"
+    export GLOO_SOCKET_IFNAME=eth-$1
+    taskset --cpu-list $3 ip netns exec $1 unshare --uts bash -c 'hostname $0 && exec "$@"' CALLED STARTER "${@:4}"
 }
-start second 1 "$@" &
-start first 0 "$@"
+start second 1 $SECOND_CORES "$@" &
+start first 0 $FIRST_CORES "$@"
 """
 TORCHRUN = '"$TORCHRUN" --nnodes 2 --node-rank $2 --nproc-per-node 1 --master-addr 10.9.0.1 --master-port 29500 --'
 VARIABLES = 'env RANK=$2 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.9.0.1 MASTER_PORT=29500 "$PYTHON"'
@@ -54,9 +54,10 @@ def why_not() -> str | None:
     ids=["static", "on demand"],
 )
 def test_two_hosts_train_as_one(text_model: str, tmp_path: Path, dispatch: str, name: str, starter: str) -> None:
-    """The same digits where nothing depends on time, and the same tokens of the first step where it does. Containers of
-    one host may have one name, but no loopback address in common; what starts containers may set torchrun's variables
-    itself."""
+    """The same digits where nothing depends on time, and the same tokens of the first step where it does. Each host has
+    half of the cores, as a rank of one host has: the library's sums may depend on the number of threads. Containers of
+    one host may have one name, but no loopback address in common; what starts them may set torchrun's variables itself.
+    """
     if reason := why_not():
         pytest.skip(reason)
     (tmp_path / "vowels.py").write_text(
@@ -70,7 +71,10 @@ def test_two_hosts_train_as_one(text_model: str, tmp_path: Path, dispatch: str, 
     command = [*NAMESPACE, HOSTS + how, "bash", SCRIPT, *run, "--name", "two"]
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     paths = {"TORCHRUN": str(Path(sys.executable).parent / "torchrun"), "PYTHON": sys.executable}
-    env = kept | paths | {"OMP_NUM_THREADS": "1"}
+    mine = [*map(str, sorted(os.sched_getaffinity(0)))] * 2
+    half = len(mine) // 4 or 1
+    cores = {"FIRST_CORES": ",".join(mine[:half]), "SECOND_CORES": ",".join(mine[half : 2 * half])}
+    env = kept | paths | cores | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     two = Path(json.loads(done.stdout.splitlines()[-1])["run_dir"])

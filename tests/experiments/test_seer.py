@@ -25,7 +25,7 @@ from tests.worlds import refused_by, run_main
 
 OTHERS = ["oracle", "divided, in turns", "static by sequence", "speculation, no adaptation", "speculation, ungrouped"]
 DIVIDES = [*seer_report.LADDER[1:], *OTHERS[:2], *OTHERS[3:]]
-SMALL = ["--parts", "paced", "--ranks", "2", "--shrink", "24", "--turns", "1", "--scale", "0.1", "--others", *OTHERS]
+SMALL = ["--parts", "paced", "--ranks", "2", "--shrink", "24", "--turns", "1", "--scale", "0.05", "--others", *OTHERS]
 SMALL += ["--processes", "1"]
 LADDER = ["divided", "context", "speculation"]
 NEGATIVES: list[Negative] = ["kv for all"]
