@@ -124,9 +124,9 @@ def test_a_conversation_is_rendered_by_the_template(alone: LLM, client: openai.O
         assert streamed[choice.index]["text"] == one.text
         assert choice.logprobs is not None and choice.logprobs.content is not None
         for entry, token, logprobs in zip(choice.logprobs.content, one.token_ids, one.logprobs, strict=True):
-            assert entry.logprob == logprobs[token].logprob
+            assert entry.logprob == pytest.approx(logprobs[token].logprob, rel=1e-9)
             top = sorted((one for one in logprobs.values() if one.rank <= 2), key=lambda one: one.rank)
-            assert [at.logprob for at in entry.top_logprobs] == [one.logprob for one in top]
+            assert [at.logprob for at in entry.top_logprobs] == pytest.approx([one.logprob for one in top], rel=1e-9)
     everything = client.chat.completions.create(model="tiny", messages=messages, seed=4)
     assert (
         everything.choices[0].message.content
