@@ -245,7 +245,7 @@ def test_it_answers_as_the_model_that_it_has_fitted_and_saved(trunk: Path, tmp_p
         together = replies.ask(predictor, contexts)
         replies.wait(2 + len(contexts))
     expected = LengthModel.load(saved, of=trunk).predict(contexts)
-    np.testing.assert_allclose(expected, fit_lengths(trunk, lookups(40))[0].predict(contexts), rtol=1e-6)
+    np.testing.assert_allclose(expected, fit_lengths(trunk, lookups(40))[0].predict(contexts), rtol=1e-9)
     assert len({round(one, 3) for one in expected}) > 2
     assert are_nan(replies.found[first][0], 2)
     np.testing.assert_allclose(replies.found[together][0], expected, atol=0.05)
