@@ -20,7 +20,7 @@ from engines.rollout.telemetry import StepRecord
 from experiments import launch
 from experiments.config import TrainConfig
 from research.specactor.plan import Plan, Rollout, make_plan
-from research.specactor.profile import Costs, Pieces
+from research.specactor.profile import Costs, Pieces, Point
 
 MARGIN = 1.05
 """Gain in planned tokens per second from which roles change."""
@@ -58,6 +58,10 @@ class Planned:
     """Of all sequences, as planned."""
     present: float
     """What the present placement promises."""
+    verify_s: list[Point]
+    """Rows of a pass of the target, and its seconds, as measured after the first rollout."""
+    draft_s: list[Point]
+    """The same of the draft model."""
 
 
 def acceptance_of(steps: Collection[StepRecord]) -> tuple[int, int]:
@@ -72,18 +76,43 @@ def acceptance_of(steps: Collection[StepRecord]) -> tuple[int, int]:
     return accepted, compared
 
 
-def measured_costs(llm: LLM, num_sequences: int) -> Costs:
-    """Returns what passes of the target and of the draft model take here. All ranks call it together; the last one
+@dataclass(frozen=True)
+class Passes:
+    """What passes of the target and of the draft model take on `tp_size` ranks: their rows, and seconds."""
+
+    tp_size: int
+    verify_s: list[Point]
+    draft_s: list[Point]
+
+    @property
+    def costs(self) -> Costs:
+        rows_s, draft_s = Pieces.fit(self.verify_s), Pieces.fit(self.draft_s)
+        return Costs(drafts={"model": draft_s}, verifiers={self.tp_size: lambda batch, rows: rows_s(batch * rows)})
+
+
+def measure_passes(llm: LLM, num_sequences: int) -> Passes:
+    """Times passes of as many rows as a rollout of `num_sequences` has. All ranks call it together; the last one
     drafts."""
-    sizes = [2**power for power in range(num_sequences.bit_length() + 1)]
     engine, world = llm._engine, llm._world
-    verify = [engine.row_times(rows) for rows in (*sizes, 4 * sizes[-1])]
+    batches = [2**power for power in range(num_sequences.bit_length() + 1)]
+    sizes = [*batches, 4 * batches[-1]]
+    verify = [engine.row_times(rows) for rows in sizes]
     small = engine._model_drafter
-    draft = [] if small is None else [small.hosted.row_times(rows) for rows in sizes]
+    draft = [] if small is None else [small.hosted.row_times(rows) for rows in batches]
     times = launch.gather(world, (verify, draft), tuple[list[float], list[float]])
-    rows_s = Pieces.fit(zip((*sizes, 4 * sizes[-1]), times[0][0], strict=True))
-    draft_s = Pieces.fit(zip(sizes, times[-1][1], strict=True))
-    return Costs(drafts={"model": draft_s}, verifiers={engine.spec.tp_size: lambda batch, rows: rows_s(batch * rows)})
+    return Passes(
+        engine.spec.tp_size,
+        [(rows, seconds) for rows, seconds in zip(sizes, times[0][0], strict=True)],
+        [(rows, seconds) for rows, seconds in zip(batches, times[-1][1], strict=True)],
+    )
+
+
+def choose_plan(costs: Costs, rollout: Rollout, acceptance: float, num_now: int) -> tuple[Plan, Plan]:
+    """Returns the plan of the next rollout, and the best one with the present `num_now` drafters: the same one where
+    another gains less than MARGIN."""
+    best = make_plan(costs, rollout, {"model": acceptance})
+    present = make_plan(costs, rollout, {"model": acceptance}, num_drafters=num_now)
+    return best if best.tokens_per_second > MARGIN * present.tokens_per_second else present, present
 
 
 class DraftRoles:
@@ -96,7 +125,7 @@ class DraftRoles:
         self._num_sequences = rollout.prompts_per_step * rollout.group_size
         self._engine: EngineConfig = rollout.engine
         self._llm, self._group = collector.llm, collector.group
-        self._costs: Costs | None = None
+        self._passes: Passes | None = None
         self._accepted = self._compared = 0.0
         self._num_rollouts = 0
 
@@ -109,8 +138,8 @@ class DraftRoles:
             return 0.0
         start = time.perf_counter()
         self.log.clear()
-        if self._costs is None:
-            self._costs = measured_costs(self._llm, self._num_sequences)
+        if self._passes is None:
+            self._passes = measure_passes(self._llm, self._num_sequences)
         count = int(launch.on_rank_0(self._group, self._num_drafters))
         if count != self._num_now:
             layout = nested_layout(
@@ -124,27 +153,24 @@ class DraftRoles:
         return sum(spec.role == "draft" for spec in self._llm.layout.replicas)
 
     def _num_drafters(self) -> int:
+        assert self._passes is not None
         p = (self._accepted + 10 * FIRST_ACCEPTANCE) / (self._compared + 10)
-        best, now = self._plan(p), self._plan(p, self._num_now)
-        pays = best.tokens_per_second > MARGIN * now.tokens_per_second
-        chosen = best if pays else now
+        rollout = Rollout(num_sequences=self._num_sequences, num_gpus=self._group.size, whole_replicas=True)
+        plan, present = choose_plan(self._passes.costs, rollout, p, self._num_now)
         self.log.append(
             Planned(
                 now=time.monotonic(),
                 acceptance=p,
-                num_drafters=chosen.placement.num_drafters,
-                mode=chosen.mode,
-                window=chosen.window,
-                tokens_per_second=chosen.tokens_per_second,
-                present=now.tokens_per_second,
+                num_drafters=plan.placement.num_drafters,
+                mode=plan.mode,
+                window=plan.window,
+                tokens_per_second=plan.tokens_per_second,
+                present=present.tokens_per_second,
+                verify_s=self._passes.verify_s,
+                draft_s=self._passes.draft_s,
             )
         )
-        return chosen.placement.num_drafters
-
-    def _plan(self, p: float, num_drafters: int | None = None) -> Plan:
-        assert self._costs is not None
-        rollout = Rollout(num_sequences=self._num_sequences, num_gpus=self._group.size, whole_replicas=True)
-        return make_plan(self._costs, rollout, {"model": p}, num_drafters=num_drafters)
+        return plan.placement.num_drafters
 
     def metrics(self) -> dict[str, float]:
         """Learns from the last rollout, whose steps of all ranks count."""

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engines import LLM
 from engines.parallel.layout import ReplicaSpec
 from engines.replica.replica import StepOutput
 from engines.rollout.telemetry import StepRecord
-from experiments.specactor_training import acceptance_of, first_layout
-from tests.experiments.test_train import model, runs, train  # noqa: F401
-from tests.worlds import refused_by
+from experiments import specactor_training
+from experiments.specactor_training import Passes, acceptance_of, choose_plan, first_layout, measure_passes
+from research.specactor.plan import Rollout
+from tests import worlds
+from tests.experiments.test_train import model, runs, small  # noqa: F401
+from tests.worlds import refused_by, run_world
 
 
 def record(drafted: list[int], accepted: list[int]) -> StepRecord:
@@ -31,16 +37,54 @@ def test_the_last_replica_drafts() -> None:
         first_layout(2, 2)
 
 
+def passes(verify_s: list[float], draft_s: list[float]) -> Passes:
+    """Those of 1, 8 and 64 rows."""
+    return Passes(1, list(zip((1, 8, 64), verify_s, strict=True)), list(zip((1, 8, 64), draft_s, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("verify_s", "draft_s", "num_now", "num_planned"),
+    [
+        ([1, 1, 1], [0.1] * 3, 0, 1),  # drafting beside a verifier hides the drafts
+        ([1, 1, 1], [9] * 3, 0, 0),  # the same with a slow drafter, whoever drafts now: it is never waited for
+        ([1, 1, 1], [9] * 3, 1, 1),
+        ([1, 8, 64], [0.01] * 3, 1, 0),  # two verifiers are twice as fast as one
+    ],
+)
+def test_roles_change_where_the_gain_is_more_than_the_margin(
+    verify_s: list[float], draft_s: list[float], num_now: int, num_planned: int
+) -> None:
+    rollout = Rollout(num_sequences=8, num_gpus=2, whole_replicas=True)
+    plan, present = choose_plan(passes(verify_s, draft_s).costs, rollout, 0.99, num_now)
+    assert present.placement.num_drafters == num_now and plan.placement.num_drafters == num_planned
+    assert (plan == present) == (num_now == num_planned)
+
+
+def train_with_verifiers_bound_by_rows(arguments: list[str]) -> Any:
+    """On a rank: `train.py` where the target's passes are timed, but count as a second for each row."""
+
+    def measured(llm: LLM, num_sequences: int) -> Passes:
+        passes = measure_passes(llm, num_sequences)
+        return replace(passes, verify_s=[(rows, float(rows)) for rows, _ in passes.verify_s])
+
+    specactor_training.measure_passes = measured
+    return worlds._main("train", arguments, "")
+
+
 def test_roles_are_planned_by_what_was_measured(model: Path, runs: Path) -> None:  # noqa: F811
-    """A model that drafts for itself is no faster than the verifier: nobody drafts from the second rollout on."""
-    small = ["--speculation", "specactor", "--rollout.drafter", "model", "--rollout.draft-model", str(model)]
-    result = train(model, runs, "--name", "roles", *small, "--steps", "2")
+    """Two verifiers are twice as fast as one: nobody drafts from the second rollout on."""
+    options = ["--speculation", "specactor", "--rollout.drafter", "model", "--rollout.draft-model", str(model)]
+    arguments = small(model, runs, "--name", "roles", *options, "--steps", "2")
+    result = run_world(train_with_verifiers_bound_by_rows, 2, arguments, as_torchrun=True)[0]
     folder = Path(result["run_dir"])
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
     assert [step["rollout/num_draft_ranks"] for step in steps] == [1, 0]
     (planned,) = [one for one in map(json.loads, (folder / "decisions.jsonl").open()) if "num_drafters" in one]
-    assert planned["training/global_step"] == 2 and planned["mode"] in ("off", "coupled")
+    assert planned["training/global_step"] == 2 and planned["mode"] == "off"
     assert planned["tokens_per_second"] > planned["present"] > 0 < planned["acceptance"] < 1
+    assert planned["verify_s"] == [[rows, rows] for rows in (1, 2, 4, 8, 16, 32, 128)]
+    assert [rows for rows, _ in planned["draft_s"]] == [1, 2, 4, 8, 16, 32]
+    assert all(0 < seconds < 60 for _, seconds in planned["draft_s"])
 
 
 @pytest.mark.parametrize(
