@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -184,6 +185,11 @@ class LLM:
         return self._engine.replica
 
     @property
+    def led_counts(self) -> Counter[str]:
+        """See `LocalEngine.led_counts`."""
+        return self._engine.led_counts
+
+    @property
     def kernels(self) -> str:
         """ "native", "triton" or "torch": see `EngineConfig.kernels`."""
         return self._engine.decoder.kernels.name
@@ -307,7 +313,8 @@ class LLM:
         in_rounds: bool,
         predictor: LengthPredictor | None,
     ) -> Turns:
-        """Raises ValueError if this LLM, or one of the requests, cannot have an environment."""
+        """Raises ValueError if this LLM, or one of the requests, cannot have an environment, or the chat template no
+        message that its tools answer with."""
         if self.rollout is None and self._world.size > 1:
             raise ValueError("environment: several ranks need LLM(schedule=OnDemand()), or another schedule policy")
         if self.tokenizer is None or not all(one.detokenize for one in requests.params):
@@ -316,6 +323,15 @@ class LLM:
         if any(requests.rendered):
             for said in ([], [0]):
                 template.observe("An observation.", "user", said, is_rendered=True)
+            if getattr(environment, "tools", None):  # as an `EnvironmentPool` of tools has
+                try:
+                    template.observe("A result.", "tool", [0], is_rendered=True)
+                except ValueError as error:
+                    raise ValueError(
+                        "environment: its tools answer in messages of role 'tool', which the model's chat template "
+                        f"does not take ({error}); give the model a chat_template.jinja with this role, or an "
+                        "environment whose `step` makes the calls and answers in role 'user'"
+                    ) from None
         return Turns(
             environment,
             columns=requests.columns(columns),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from algos.collect import Collector
 from engines.parallel.groups import nested_groups
 from engines.parallel.layout import Layout
+from engines.rollout.telemetry import StepRecord
 from experiments import launch
 from research.heddle.allocation import chosen, layout_of, placed
 from research.heddle.interference import server_of
@@ -84,7 +85,7 @@ class Allocations:
         before = placed(tuple(now), lengths, servers)
         return list(found.tp_sizes if MARGIN * found.makespan < before.makespan else now)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, _: Collection[StepRecord]) -> dict[str, float]:
         """Returns how many replicas there are of each size."""
         layout: Layout = self._collector.llm.layout
         counts = Counter(spec.tp_size for spec in layout.replicas)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from algos.collect import Collector
 from engines.config import ModelConfig
 from engines.coordination.policies import named
 from engines.parallel.layout import nested_layout
-from engines.rollout.telemetry import SwitchRecord
+from engines.rollout.telemetry import StepRecord, SwitchRecord
 from experiments import launch
 from experiments.config import TrainConfig
 from experiments.pat_measuring import deployment_with, nested_layouts
@@ -97,8 +99,10 @@ class RolloutLayouts:
     def _first_size(self, index: int) -> int:
         assert self._controller is not None
         one, params = self._collector, self._collector.params
-        prompts = [one.task.train_problem(index + place).prompt for place in range(one.prompts_per_step)]
-        lengths = np.repeat([len(tokens) for tokens in one.llm.encode(prompts)], params.n)
+        with warnings.catch_warnings(action="ignore"):  # of problems passed over: the rollout gives them
+            problems, _ = one._draw(index)
+        prompts = one.llm.encode([problem.tokens or problem.prompt for problem in problems])
+        lengths = np.repeat([len(tokens) for tokens in prompts], params.n)
         limits = np.clip(one.llm.max_model_len - lengths, 1, params.most_tokens)
         size = self._controller.first_tp_size(lengths.astype(float), limits.astype(float), params.n)
         layouts = nested_layouts(one.group.size, one.llm.model_config)
@@ -108,7 +112,7 @@ class RolloutLayouts:
             )
         return size
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, _: Collection[StepRecord]) -> dict[str, float]:
         """Returns the TP sizes at both ends, the number of switches since `begin`, and their mean seconds."""
         if self._controller is None:
             return {}

@@ -24,10 +24,10 @@ from experiments.specactor_training import DraftRoles
 STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl", "rollout_steps.jsonl", "decisions.jsonl")
 """Those with a line, or several, for each step."""
 SAMPLES_PER_STEP = 4
-KV_MOVES = (
+COUNTS = (
     *("num_swapped_out", "num_swapped_in", "swapped_out_bytes", "swapped_in_bytes"),
     *("num_imported", "stored_bytes", "stored_tokens", "loaded_tokens", "fetched_tokens"),
-    *("returning_tokens", "reused_tokens"),
+    *("returning_tokens", "reused_tokens", "num_preemptions"),
 )
 
 
@@ -43,47 +43,33 @@ class RolloutRecord:
     ) -> None:
         self._folder, self._llm, self._group = folder, collector.llm, collector.group
         self._layouts, self._dispatches = layouts, dispatches
-        self._moves: dict[str, int] = {}
+        self._counts = Counter[str]()
         """At the rollout's begin."""
-        self._yields: Counter[str] = Counter()
-        """Those of drafts, at the rollout's begin."""
         self._began = 0.0
         self._steps: list[StepRecord] = []
         """Those of all replicas."""
 
     def begin(self) -> None:
-        self._moves, self._began = self._count_moves(), time.monotonic()
-        if (history := self._llm.draft_history) is not None:
-            self._yields = history.yields.copy()
+        self._counts, self._began = self._llm.led_counts, time.monotonic()
         if self._dispatches is not None:
             self._dispatches.log.clear()  # those of an evaluation
 
-    def _count_moves(self) -> dict[str, int]:
-        """This rank's counts of KV moves and preemptions since the run's start."""
-        replica = self._llm.replica
-        counts = {f"rollout/{name}": getattr(replica.kv_moves, name) for name in KV_MOVES}
-        return counts | {"rollout/num_preemptions": replica.scheduler.num_preemptions}
-
     def metrics(self, rollout: Rollout) -> dict[str, float]:
-        """Returns what has moved since `begin`, summed over the replicas' first ranks, what drafts yielded, and PAT's
-        switches."""
-        moves = {name: count - self._moves[name] for name, count in self._count_moves().items()}
-        leads = any(replica.ranks[0] == self._group.rank for replica in self._llm.layout.replicas)
+        """Returns what replicas moved and drafts yielded since `begin`, and what is said by who chooses layouts."""
         # In all nested layouts the first rank of replica i is rank i.
         led = [step for step in rollout.steps if step.replica_id == self._group.rank]
-        history = self._llm.draft_history
-        yields = history.yields - self._yields if history is not None and leads else Counter[str]()
-        mine = (moves if leads else dict.fromkeys(moves, 0), led, yields)
-        everyone = launch.gather(self._group, mine, tuple[dict[str, int], list[StepRecord], dict[str, int]])
-        self._steps = [step for _, part, _ in everyone for step in part]
-        metrics = {name: float(sum(counts[name] for counts, *_ in everyone)) for name in moves}
+        mine = (led, self._llm.led_counts - self._counts)
+        everyone = launch.gather(self._group, mine, tuple[list[StepRecord], dict[str, float]])
+        self._steps = [step for part, _ in everyone for step in part]
+        counts = sum((Counter(one) for _, one in everyone), Counter[str]())
+        metrics = {f"rollout/{name}": float(counts[name]) for name in COUNTS}
         if self._llm.config.drafter != "none":
             metrics |= {f"rollout/{name}": value for name, value in draft_metrics(self._steps).items()}
-        by_age = tokens_per_step(sum((Counter(one) for *_, one in everyone), Counter()))
-        metrics |= {f"rollout/tokens_per_step/{age}": value for age, value in by_age.items()}
+        yields = {name.removeprefix("yields/"): count for name, count in counts.items() if name.startswith("yields/")}
+        metrics |= {f"rollout/tokens_per_step/{age}": value for age, value in tokens_per_step(yields).items()}
         if rollout.turns:
             metrics |= turn_metrics(rollout.turns)
-        return metrics | self._layouts.metrics()
+        return metrics | self._layouts.metrics(self._steps)
 
     def write(self, number: int, rollout: Rollout) -> list[dict[str, Any]]:
         """Writes the files of the step of this number; returns its samples. Times in them are seconds (in the timeline:
@@ -104,10 +90,12 @@ class RolloutRecord:
         trace = chrome_trace(self._steps, rollout.marks, rollout.turns, origin=self._began)
         self._folder.replace("timeline.json", json.dumps(trace))
         if self._llm.rollout is not None and (coordinator := self._llm.rollout.coordinator) is not None:
-            clock = coordinator.monotonic_time
-            log = [*self._layouts.log, *(self._dispatches.log if self._dispatches else ())]
-            rows = ({**step, **asdict(one), "now": clock(one.now) - self._began} for one in log)
-            self._folder.append("decisions.jsonl", *rows)
+            log = (*self._layouts.log, *(self._dispatches.log if self._dispatches else ()))
+            decisions: list[dict[str, Any]] = [step | asdict(one) for one in log]
+            for one in decisions:
+                if "now" in one:  # roles are chosen before the rollout
+                    one["now"] = coordinator.monotonic_time(one["now"]) - self._began
+            self._folder.append("decisions.jsonl", *decisions)
         return samples
 
 

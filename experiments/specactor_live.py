@@ -18,7 +18,7 @@ import numpy as np
 import engines
 from algos.warmstart_config import ModelSize
 from engines.rollout.generation import make_states
-from engines.rollout.telemetry import StepRecord
+from engines.rollout.telemetry import StepRecord, guesses
 from engines.sequence import SamplingParams
 from engines.speculation.desk import Desk
 from engines.speculation.drafter import Ask, News, Outcome
@@ -31,7 +31,7 @@ from experiments.comparison.real import RealWorld
 from experiments.comparison.rollouts import Rollout, Variant, Workload
 from experiments.comparison.turns import AGAIN, interleave, short
 from experiments.specactor_cases import Setting, layout
-from experiments.specactor_planning import accepted_share, setting_of
+from experiments.specactor_planning import setting_of
 from experiments.trained import dtype, encode, make_model, prompts, trained
 from research.simulator.stated import StatedDrafter
 from research.specactor.plan import Rollout as Planned
@@ -169,7 +169,8 @@ class Profiler:
         draft_s = {
             batch: max(1e-5, (known[batch, 1 + MOST, True] - verify_s[batch][1 + MOST]) / MOST) for batch in PROFILED
         }
-        return Profile(verify_s, draft_s, accepted_share(self.drafted))
+        right, compared = guesses(self.drafted)
+        return Profile(verify_s, draft_s, right / max(1, compared))
 
 
 def live_part(models: Path, turns: int, world: TorchGroup) -> dict[str, Any]:

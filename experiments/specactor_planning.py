@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from engines.parallel.layout import ReplicaSpec
-from engines.rollout.telemetry import StepRecord
+from engines.rollout.telemetry import StepRecord, guesses
 from engines.speculation.policy import DraftPolicy
 from engines.speculation.window import Guesses
 from experiments.comparison.rollouts import Rollout, Workload, makespan
@@ -45,13 +45,9 @@ class Seen:
         """`runs`: steps of coupled rollouts, by method."""
         steps = [step for some in runs.values() for step in some]
         context = sum(step.num_context_tokens for step in steps) / max(1, sum(step.num_running for step in steps))
-        return cls({method: accepted_share(some) for method, some in runs.items()}, math.ceil(context))
-
-
-def accepted_share(steps: Collection[StepRecord]) -> float:
-    right = sum(step.num_accepted for step in steps)
-    tried = sum(sum(step.drafted[:1]) + sum(step.accepted[: len(step.drafted) - 1]) for step in steps)
-    return right / max(1, tried)
+        found = {method: guesses(some) for method, some in runs.items()}
+        shares = {method: right / max(1, compared) for method, (right, compared) in found.items()}
+        return cls(shares, math.ceil(context))
 
 
 def tokens_per_second(steps: Collection[StepRecord]) -> float:

@@ -16,11 +16,12 @@ from algos.collect import Collector
 from engines import LLM
 from engines.config import EngineConfig
 from engines.parallel.layout import Layout, nested_layout
-from engines.rollout.telemetry import StepRecord
+from engines.rollout.telemetry import StepRecord, guesses
 from experiments import launch
 from experiments.config import TrainConfig
 from research.specactor.plan import Plan, Rollout, make_plan
 from research.specactor.profile import Costs, Pieces, Point
+from research.specactor.throughput import DecoupledMode
 
 MARGIN = 1.05
 """Gain in planned tokens per second from which roles change."""
@@ -49,7 +50,6 @@ def with_drafters(layout: Layout, count: int) -> Layout:
 class Planned:
     """An entry of decisions.jsonl."""
 
-    now: float
     acceptance: float
     num_drafters: int
     mode: str
@@ -62,18 +62,6 @@ class Planned:
     """Rows of a pass of the target, and its seconds, as measured after the first rollout."""
     draft_s: list[Point]
     """The same of the draft model."""
-
-
-def acceptance_of(steps: Collection[StepRecord]) -> tuple[int, int]:
-    """Returns how many guesses were right, and how many were compared: those with no wrong one before them."""
-    accepted = compared = 0
-    for step in steps:
-        reached = step.drafted[0] if step.drafted else 0
-        for place, count in enumerate(step.drafted):
-            compared += min(count, reached)
-            reached = step.accepted[place] if place < len(step.accepted) else 0
-            accepted += reached
-    return accepted, compared
 
 
 @dataclass(frozen=True)
@@ -107,11 +95,13 @@ def measure_passes(llm: LLM, num_sequences: int) -> Passes:
     )
 
 
-def choose_plan(costs: Costs, rollout: Rollout, acceptance: float, num_now: int) -> tuple[Plan, Plan]:
+def choose_plan(
+    costs: Costs, rollout: Rollout, acceptance: float, mode: DecoupledMode, num_now: int
+) -> tuple[Plan, Plan]:
     """Returns the plan of the next rollout, and the best one with the present `num_now` drafters: the same one where
-    another gains less than MARGIN."""
-    best = make_plan(costs, rollout, {"model": acceptance})
-    present = make_plan(costs, rollout, {"model": acceptance}, num_drafters=num_now)
+    another gains less than MARGIN. `mode`: of replicas for which others draft."""
+    best = make_plan(costs, rollout, {"model": acceptance}, (mode,))
+    present = make_plan(costs, rollout, {"model": acceptance}, (mode,), num_drafters=num_now)
     return best if best.tokens_per_second > MARGIN * present.tokens_per_second else present, present
 
 
@@ -155,11 +145,18 @@ class DraftRoles:
     def _num_drafters(self) -> int:
         assert self._passes is not None
         p = (self._accepted + 10 * FIRST_ACCEPTANCE) / (self._compared + 10)
-        rollout = Rollout(num_sequences=self._num_sequences, num_gpus=self._group.size, whole_replicas=True)
-        plan, present = choose_plan(self._passes.costs, rollout, p, self._num_now)
+        engine = self._engine
+        assert engine.draft_mode != "naive"
+        rollout = Rollout(
+            num_sequences=self._num_sequences,
+            num_gpus=self._group.size,
+            whole_replicas=True,
+            max_window=engine.max_draft_tokens,
+            ahead=engine.max_draft_tokens,
+        )
+        plan, present = choose_plan(self._passes.costs, rollout, p, engine.draft_mode, self._num_now)
         self.log.append(
             Planned(
-                now=time.monotonic(),
                 acceptance=p,
                 num_drafters=plan.placement.num_drafters,
                 mode=plan.mode,
@@ -172,12 +169,10 @@ class DraftRoles:
         )
         return plan.placement.num_drafters
 
-    def metrics(self) -> dict[str, float]:
-        """Learns from the last rollout, whose steps of all ranks count."""
-        assert self._llm.rollout is not None
+    def metrics(self, steps: Collection[StepRecord]) -> dict[str, float]:
+        """Learns from the steps of all replicas in the last rollout."""
         self._num_rollouts += 1
-        found = launch.gather(self._group, acceptance_of(self._llm.rollout.step_records), tuple[int, int])
-        accepted, compared = (float(sum(part)) for part in zip(*found, strict=True))
+        accepted, compared = guesses(steps)
         self._accepted, self._compared = 0.5 * self._accepted + accepted, 0.5 * self._compared + compared
         metrics = {"rollout/num_draft_ranks": float(self._num_now * self._llm.layout.replicas[0].tp_size)}
         if compared:

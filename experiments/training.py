@@ -244,12 +244,15 @@ class Run:
             print(f"run: {self.folder.path}", file=sys.stderr, flush=True)
             trained, everything = self.trainer.num_parameters
             print(f"parameters: {trained:,} of {everything:,} are trained", file=sys.stderr, flush=True)
-        self.journal = Journal(
-            self.folder.path / "journal",
-            group,
-            whole_shares=config.deterministic,
-            environment=environment.digest if environment else "",
-        )
+        self.journal: Journal | None = None
+        """Without a resume point nobody could go on with what it holds."""
+        if config.save_every > 0 or config.resume:
+            self.journal = Journal(
+                self.folder.path / "journal",
+                group,
+                whole_shares=config.deterministic,
+                environment=environment.digest if environment else "",
+            )
         self.collector = Collector(
             llm=self.llm,
             task=task,
@@ -288,7 +291,8 @@ class Run:
         if self.relayed is not None:
             self.relayed.close()
         self.llm.close()
-        self.journal.close()
+        if self.journal is not None:
+            self.journal.close()
         if self.predictions is not None:
             self.predictions.close()
 
@@ -358,7 +362,7 @@ class Run:
     def _train_step(self) -> dict[str, float]:
         began = time.perf_counter()
         regroup_s = self.layouts.begin(self.state.data_index, keep_weights=True)  # after evaluations
-        num_found = self.journal.num_found
+        num_found = self._num_found
         if self.heddle is not None:
             self.heddle.begin(self.llm)
         if self.predictions is not None:
@@ -371,7 +375,7 @@ class Run:
             metrics |= self.heddle.metrics()
         if self.predictions is not None:
             metrics |= self.predictions.end(rollout.groups, self.llm.policy_version, rollout.turns)
-        metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
+        metrics["rollout/num_journaled"] = float(self._num_found - num_found)
         self.llm.sleep()
         if self.relayed is not None:
             self.relayed.finish()
@@ -443,7 +447,13 @@ class Run:
         others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
         if others:
             raise RuntimeError(f"weights differ after the update: ranks {others} have other checksums than rank 0")
-        self.journal.weights = checksum
+        if self.journal is not None:
+            self.journal.weights = checksum
+
+    @property
+    def _num_found(self) -> int:
+        """Completions that were taken from the journal."""
+        return 0 if self.journal is None else self.journal.num_found
 
     def _evaluate(self) -> dict[str, float]:
         num_samples = self.config.eval_samples
@@ -483,7 +493,8 @@ class Run:
 
         writes = [self.trainer.save_checkpoint, write_model, write_own]
         self.folder.publish(self.state.step, writes, self.config.keep_checkpoints)
-        self.journal.clear()
+        if self.journal is not None:
+            self.journal.clear()
 
     def _resume(self) -> None:
         path = last_published(self.folder.path)
@@ -495,6 +506,7 @@ class Run:
         if self.llm.draft_history is not None:
             self.llm.draft_history.restore((path / DRAFT_HISTORY).read_bytes())
         self.folder.truncate(self.state.step, STEP_FILES)
+        assert self.journal is not None
         self.journal.recover(self.state.step)
         self.layouts.recall(self.folder.path / "lengths.jsonl")
         self.group.barrier()

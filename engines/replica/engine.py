@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -99,10 +100,26 @@ class LocalEngine:
             pages=pages,
         )
         self._assemble(spec, tensor_parallel, kv_store, remote)
+        self._led, self._before = Counter[str](), self._counts()
         self.has_weights = self.is_asleep = False
         self._pulled: Version | None = None
         self.switch: Switch | None = None
         """What the last `regroup` took."""
+
+    @property
+    def led_counts(self) -> Counter[str]:
+        """Counts of `KVMoves`, of preemptions ("num_preemptions") and of what drafts yielded ("yields/<name>", see
+        `DraftHistory`) while this rank was the first of its replica: their sums over all ranks count each replica once,
+        in whatever layouts it has been."""
+        if self.tensor_parallel.rank > 0:
+            return self._led
+        return self._led + (self._counts() - self._before)
+
+    def _counts(self) -> Counter[str]:
+        yields = self._draft_history.yields if self._draft_history is not None else {}
+        counts = Counter({f"yields/{name}": count for name, count in yields.items()})
+        counts.update(asdict(self.mover.moves), num_preemptions=self.replica.scheduler.num_preemptions)
+        return counts
 
     @property
     def decoder(self) -> Decoder:
@@ -208,6 +225,7 @@ class LocalEngine:
         if self._model_drafter is not None:
             self._model_drafter.sleep(weights=True)
         moves, num_preemptions = self.mover.moves, self.replica.scheduler.num_preemptions
+        self._led = self.led_counts
         kept = joint.gather_kept(self.replica)
         room = {spec.id: self._num_blocks(spec) for spec in joint.after}
         arriving = arrivals(kept, places, room)
@@ -228,6 +246,7 @@ class LocalEngine:
         self.hosted = self.hosted.placed(blocks, tensor_parallel, num_kv_tokens)
         self._assemble(joint.mine, tensor_parallel, store, remote)
         self.mover.moves, self.replica.scheduler.num_preemptions = moves, num_preemptions
+        self._before = self._counts()
         if has_weights:
             self.decoder.prepare()
             self.load_draft_model()

@@ -50,6 +50,9 @@ class StepOutput:
     """Draft tokens in the forward pass, by their place in the draft; those that two paths begin with count once."""
     accepted: list[int] = field(default_factory=list)
     """Draft tokens that are now tokens of their sequences, by their place in the draft."""
+    num_compared: int = 0
+    """Draft tokens that a draw was compared with: those behind right ones only; of several paths, on the one that was
+    right for longest."""
     admitted: list[SequenceId] = field(default_factory=list)
     """Trajectories that have entered the forward pass from the replica's queue."""
     fetched: list[SequenceId] = field(default_factory=list)
@@ -390,9 +393,12 @@ class Replica:
             appended = state.tokens[length:]
             drawn.append(Outcome(state, draft, count := num_accepted(draft, appended)))
             counts.update(range(len(draft)))
+            right, length = count, len(draft)
             for fork in item.forks:
                 counts.update(range(fork.num_common, len(fork.draft)))
-            taken.update(range(max([count, *(num_accepted(fork.draft, appended) for fork in item.forks)])))
+                right, length = max((right, length), (num_accepted(fork.draft, appended), len(fork.draft)))
+            taken.update(range(right))
+            output.num_compared += min(length, len(appended))
         if counts:
             output.drafted, output.accepted = [counts[place] for place in range(1 + max(counts))], list(taken.values())
         drafter.follow(News(drawn=drawn))

@@ -36,6 +36,9 @@ class StepRecord:
     """Draft tokens in the forward pass, by their place in the draft."""
     accepted: tuple[int, ...] = ()
     """Draft tokens that are now tokens of their sequences, by their place in the draft."""
+    num_compared: int = 0
+    """Draft tokens that a draw was compared with: those behind right ones only; of several paths, on the one that was
+    right for longest."""
     num_preempted: int = 0
     """Sequences that lost their KV blocks before the forward pass."""
     num_swapped_out: int = 0
@@ -63,6 +66,7 @@ class StepRecord:
             num_context_tokens=output.num_context_tokens,
             drafted=tuple(output.drafted),
             accepted=tuple(output.accepted),
+            num_compared=output.num_compared,
             num_preempted=output.num_preempted,
             num_swapped_out=output.num_swapped_out,
             num_swapped_in=output.num_swapped_in,
@@ -232,6 +236,12 @@ def write_chrome_trace(
     path: Path, steps: Iterable[StepRecord], marks: Iterable[Mark] = (), turns: Iterable[TurnSpan] = ()
 ) -> None:
     path.write_text(json.dumps(chrome_trace(steps, marks, turns)))
+
+
+def guesses(steps: Iterable[StepRecord]) -> tuple[int, int]:
+    """Returns how many draft tokens were right, and how many a draw was compared with."""
+    found = [(step.num_accepted, step.num_compared) for step in steps]
+    return sum(right for right, _ in found), sum(compared for _, compared in found)
 
 
 def draft_metrics(steps: Sequence[StepRecord]) -> dict[str, float]:

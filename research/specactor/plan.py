@@ -39,6 +39,10 @@ class Rollout:
     whole_replicas: bool = False
     """Drafters have as many GPUs as verifiers, as replicas that change their role, and one may serve several verifiers.
     Otherwise each verifier has its own, of at most as many GPUs (Algorithm 1, line 3)."""
+    max_window: Count = MAX_WINDOW
+    """Most guesses of a window."""
+    ahead: Count | None = None
+    """The window of GPUs that only draft, if it is fixed."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -110,7 +114,7 @@ def placements(rollout: Rollout, verifier_gpus: int) -> Iterator[Placement]:
     num_groups = rollout.num_gpus // verifier_gpus
     yield Placement(0, 0, num_groups, verifier_gpus)
     if rollout.whole_replicas:
-        for drafters in sorted({math.ceil(num_groups * share / 16) for share in range(1, 9)}):
+        for drafters in sorted({1, *(math.ceil(num_groups * share / 16) for share in range(1, 9))}):
             if drafters <= num_groups // 2:
                 yield Placement(drafters, verifier_gpus, num_groups - drafters, verifier_gpus)
         return
@@ -156,7 +160,7 @@ class _Candidate:
         """Yields plain decoding first, which is best where nothing is faster."""
         yield self.plan("off", None, 0, 1 / self.verify(1))
         for method, p in acceptance.items():
-            for window in range(1, MAX_WINDOW + 1):
+            for window in range(1, self.rollout.max_window + 1):
                 drafting_s = self.costs.whole_drafts(method, self.batch, self.placement.verifier_gpus, window)
                 yield self.plan("coupled", method, window, coupled(p, window, drafting_s, self.verify(window + 1)))
 
@@ -172,7 +176,7 @@ class _Candidate:
                 continue  # a sequence gets no more tokens than there are guesses, or passes
             for mode in modes:
                 shortest_s = self.verify(1)
-                for window in range(1, MAX_WINDOW + 1):
+                for window in (fixed,) if (fixed := self.rollout.ahead) else range(1, self.rollout.max_window + 1):
                     most = window if mode == "strict" else min(window, int(self.verify(window + 1) / draft_s))
                     if most_per_pass(p, most) / shortest_s <= known:
                         continue

@@ -21,7 +21,7 @@ from engines.native.library import choose_library
 from engines.parallel.layout import nested_layout
 from engines.replica.replica import Replica, StepOutput
 from engines.replica.schedule import Fork, Scheduled
-from engines.rollout.telemetry import chrome_trace
+from engines.rollout.telemetry import chrome_trace, guesses
 from engines.sequence import Completion, Finished, SequenceId, SequenceState, Work
 from engines.speculation.drafter import Ask, Draft, DraftPass, News
 from engines.speculation.ngram import NGramDrafter
@@ -153,6 +153,8 @@ class Watch:
         self.outputs: list[StepOutput] = []
         self.num_drafted = self.num_accepted = self.num_forks = self.num_taken = 0
         self._expected: tuple[int, ...] = (0, 0, 0, 0)
+        self._paths: list[tuple[SequenceState, int, list[list[int]]]] = []
+        """Of the last pass: sequences with drafts, their lengths, and the drafts."""
 
     def _watch(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
         lengths = [item.num_tokens for item in scheduled]
@@ -170,6 +172,9 @@ class Watch:
         self._expected = (sum(lengths), sum(pairs), num_sampled, sum(len(item.draft) for item in scheduled))
         for item in scheduled:
             known, last = len(item.sequence.state.tokens), item.sequence.num_computed
+            if item.draft:
+                paths = [[*item.draft], *([*fork.draft] for fork in item.forks)]
+                self._paths.append((item.sequence.state, known, paths))
             for fork in item.forks:
                 self.num_forks += 1
                 end = known + len(fork.draft)
@@ -192,10 +197,15 @@ class Watch:
         self._settle(item, taken)
 
     def step(self) -> StepOutput:
-        self._expected = (0, 0, 0, 0)
+        self._expected, self._paths = (0, 0, 0, 0), []
         output = self._replica.step()
         assert (output.num_tokens, output.num_pairs, output.num_sampled, output.num_drafted) == self._expected
         assert 0 <= output.num_accepted <= output.num_drafted
+        assert output.num_compared == sum(
+            max(sum(path[:place] == drawn[:place] for place in range(min(len(path), len(drawn)))) for path in paths)
+            for state, known, paths in self._paths
+            if (drawn := state.tokens[known:])
+        )
         self.num_drafted += output.num_drafted
         self.num_accepted += output.num_accepted
         for one in output.finished:
@@ -366,6 +376,8 @@ def test_steps_are_recorded_with_their_drafts(qwen3: str) -> None:
     first = next(record for record in drafted.step_records if record.num_accepted)
     (arguments,) = (event["args"] for event in chrome_trace([first])["traceEvents"] if event["ph"] == "X")
     assert (arguments["drafted"], arguments["accepted"]) == (first.num_drafted, first.num_accepted)
+    assert guesses(drafted.step_records) == (drawn, sum(record.num_compared for record in drafted.step_records))
+    assert guesses([first]) == (first.num_accepted, first.num_compared)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])

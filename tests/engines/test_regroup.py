@@ -404,8 +404,10 @@ def regroup_badly(directory: str) -> dict[str, Any]:
         )
     ]
     before = tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=range(10)))
+    llm.replica.scheduler.num_preemptions = 5 + groups.world.rank
     llm.sleep()
     llm.regroup(two, keep_weights=False)
+    llm.replica.scheduler.num_preemptions += 10
     lacked = llm._engine.switch.weight_bytes  # type: ignore[union-attr]
     asleep = sum(tensor.untyped_storage().size() for tensor in llm._engine.kv.keys)
     errors.append(error_of(lambda: llm.generate(PROMPTS, PARAMS)))
@@ -415,15 +417,22 @@ def regroup_badly(directory: str) -> dict[str, Any]:
     after = tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=range(10)))
     llm.sleep(weights=True)
     llm.regroup(nested_layout(range(2), 1, epoch=2))
+    llm.replica.scheduler.num_preemptions += 100
     llm.wake_up()
     llm.update_weights(checkpoint_tensors(f"{directory}/qwen3"), version=0)
     again = tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=range(10)))
+    counted = llm.led_counts["num_preemptions"]
     llm.close()
-    return {"errors": errors, "same": before == after == again, "lacked": lacked, "asleep": asleep}
+    same = before == after == again
+    return {"errors": errors, "same": same, "lacked": lacked, "asleep": asleep, "counted": counted}
 
 
 def test_layouts_between_rollouts(checkpoints: Path) -> None:
-    for result in run_world(regroup_badly, 2, str(checkpoints)):
+    results = run_world(regroup_badly, 2, str(checkpoints))
+    assert [result["counted"] for result in results] == [5 + 10 + 100, 6 + 100], (
+        "of two ranks together, the first counts"
+    )
+    for result in results:
         none, epoch, other, order, asleep, empty = result["errors"]
         assert "ValueError: layout=None: give a Layout with the next epoch, 1" in none
         assert "give a Layout with the next epoch, 1" in epoch

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.rollout.telemetry import StepRecord
 from experiments.specactor import SpecActorConfig
-from experiments.specactor_planning import accepted_share
 from tests.worlds import refused_by, run_main
 
 SMALL = ["--parts", "paced", "--ranks", "3", "--shrink", "8", "--turns", "1", "--scale", "0.1", "--cases", "even"]
@@ -30,14 +28,6 @@ def test_all_modes_draw_the_tokens_of_plain_decoding(tmp_path: Path) -> None:
         "printed tau's window",
     ]  # fmt: skip
     assert (tmp_path / "specactor_even.png").stat().st_size > 0
-
-
-def test_the_share_of_right_guesses_counts_only_those_behind_right_ones() -> None:
-    step = StepRecord(
-        replica_id=0, epoch=0, tp_size=1, start=0.0, seconds=1.0, num_running=4, num_tokens=16,
-        drafted=(4, 4, 4), accepted=(3, 2, 1),
-    )  # fmt: skip
-    assert accepted_share([step]) == 6 / (4 + 3 + 2)
 
 
 def test_refusals() -> None:

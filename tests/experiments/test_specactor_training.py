@@ -10,25 +10,12 @@ from typing import Any
 import pytest
 
 from engines import LLM
-from engines.parallel.layout import ReplicaSpec
-from engines.replica.replica import StepOutput
-from engines.rollout.telemetry import StepRecord
 from experiments import specactor_training
-from experiments.specactor_training import Passes, acceptance_of, choose_plan, first_layout, measure_passes
+from experiments.specactor_training import FIRST_ACCEPTANCE, Passes, choose_plan, first_layout, measure_passes
 from research.specactor.plan import Rollout
 from tests import worlds
 from tests.experiments.test_train import model, runs, small  # noqa: F401
 from tests.worlds import refused_by, run_world
-
-
-def record(drafted: list[int], accepted: list[int]) -> StepRecord:
-    output = StepOutput(num_running=1, num_tokens=1, num_context_tokens=1, drafted=drafted, accepted=accepted)
-    return StepRecord.of(ReplicaSpec(id=0, ranks=(0,)), 0, 0.0, 1.0, output, 0.0)
-
-
-def test_guesses_behind_a_wrong_one_were_compared_with_nothing() -> None:
-    """Ten drafts of three tokens: of seven the first was right, of four of these the second, of all four the third."""
-    assert acceptance_of([record([10, 10, 10], [7, 4, 4]), record([], []), record([5], [])]) == (15, 10 + 7 + 4 + 5)
 
 
 def test_the_last_replica_drafts() -> None:
@@ -54,8 +41,8 @@ def passes(verify_s: list[float], draft_s: list[float]) -> Passes:
 def test_roles_change_where_the_gain_is_more_than_the_margin(
     verify_s: list[float], draft_s: list[float], num_now: int, num_planned: int
 ) -> None:
-    rollout = Rollout(num_sequences=8, num_gpus=2, whole_replicas=True)
-    plan, present = choose_plan(passes(verify_s, draft_s).costs, rollout, 0.99, num_now)
+    rollout = Rollout(num_sequences=8, num_gpus=2, whole_replicas=True, max_window=8, ahead=8)
+    plan, present = choose_plan(passes(verify_s, draft_s).costs, rollout, 0.99, "filled", num_now)
     assert present.placement.num_drafters == num_now and plan.placement.num_drafters == num_planned
     assert (plan == present) == (num_now == num_planned)
 
@@ -79,9 +66,14 @@ def test_roles_are_planned_by_what_was_measured(model: Path, runs: Path) -> None
     folder = Path(result["run_dir"])
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
     assert [step["rollout/num_draft_ranks"] for step in steps] == [1, 0]
+    records = [json.loads(line) for line in (folder / "rollout_steps.jsonl").read_text().splitlines()]
+    of_first = [one for one in records if one["training/global_step"] == 1]
+    right, compared = sum(sum(one["accepted"]) for one in of_first), sum(one["num_compared"] for one in of_first)
+    assert steps[0].get("rollout/spec_token_acceptance") == (right / compared if compared else None)
     (planned,) = [one for one in map(json.loads, (folder / "decisions.jsonl").open()) if "num_drafters" in one]
     assert planned["training/global_step"] == 2 and planned["mode"] == "off"
-    assert planned["tokens_per_second"] > planned["present"] > 0 < planned["acceptance"] < 1
+    assert planned["tokens_per_second"] > planned["present"] > 0
+    assert planned["acceptance"] == (right + 10 * FIRST_ACCEPTANCE) / (compared + 10)
     assert planned["verify_s"] == [[rows, rows] for rows in (1, 2, 4, 8, 16, 32, 128)]
     assert [rows for rows, _ in planned["draft_s"]] == [1, 2, 4, 8, 16, 32]
     assert all(0 < seconds < 60 for _, seconds in planned["draft_s"])
@@ -92,6 +84,7 @@ def test_roles_are_planned_by_what_was_measured(model: Path, runs: Path) -> None
     [
         (["--deterministic", "--rollout.draft-lengths", "fixed"], "deterministic=True: does not go with speculation"),
         (["--dispatch", "static"], "dispatch='static': does not go with speculation='specactor'"),
+        (["--rollout.draft-mode", "naive"], "rollout.draft-mode='naive': does not go with speculation='specactor'"),
         (["--rollout.drafter", "none"], "rollout.drafter='none': speculation='specactor' drafts with a small model"),
         ([], "no rank is left to draft beside 1 replica"),
     ],

@@ -63,12 +63,12 @@ def exhaustive(
             rates = others if batch > room else fitting
             if not num_drafters:
                 rates.append(1 / verify(batch, 1))
-            for (method, p), window in itertools.product(acceptance.items(), range(1, 17)):
+            for (method, p), window in itertools.product(acceptance.items(), range(1, rollout.max_window + 1)):
                 if not num_drafters:
                     passes = 1 if method == "lookup" else window
                     drafting_s = passes * costs.drafts[method](math.ceil(batch / size))
                     rates.append(coupled(p, window, drafting_s, verify(batch, window + 1)))
-                elif method != "lookup":
+                elif method != "lookup" and rollout.ahead in (None, window):
                     shared = math.ceil(math.ceil(rollout.num_sequences / num_drafters) / gpus)
                     pair = Pair(costs.drafts[method](shared), lambda rows: verify(batch, rows), batch)  # noqa: B023
                     rates += [decoupled(pair, p, window, mode).tokens_per_second for mode in modes]
@@ -88,6 +88,8 @@ def test_the_plan_is_that_of_exhaustive_search(part: int) -> None:
             max_len=100,
             kv_tokens={size: draws.choice([size * 5000, size * 1500]) for size in costs.verifiers},
             whole_replicas=draws.random() < 0.5,
+            max_window=(most := draws.choice([4, 16, 16])),
+            ahead=draws.choice([None, most]),
         )
         acceptance = {method: draws.uniform(0.4, 0.98) for method in costs.drafts}
         modes: tuple[DecoupledMode, ...] = ("filled", "strict") if draws.random() < 0.2 else ("filled",)
@@ -115,6 +117,9 @@ def test_where_sequences_go_and_which_gpus_are_left() -> None:
     assert (plan.batch, plan.leftover_gpus) == (34, 3)
     whole = make_plan(costs, Rollout(num_sequences=100, num_gpus=18, whole_replicas=True), {"small": 0.9}).placement
     assert (whole.num_drafters, whole.draft_gpus, whole.num_verifiers, whole.verifier_gpus) == (1, 4, 3, 4)
+    for num_gpus in range(8, 200, 4):
+        one_drafts = Rollout(num_sequences=100, num_gpus=num_gpus, whole_replicas=True)
+        assert make_plan(costs, one_drafts, {"small": 0.9}, num_drafters=1).placement.num_drafters == 1
     slow = replace(costs, drafts={"small": Affine(0.0, 9.0)})
     assert make_plan(slow, Rollout(num_sequences=100, num_gpus=18), {"small": 0.9}).mode == "off"
 
