@@ -14,6 +14,7 @@ from typing import get_args
 import msgspec
 
 from algos.algorithm import Algorithm
+from algos.environments.pool import EnvironmentPool
 from algos.experience import Experience
 from algos.rewards.pool import Item, ItemKey, RewardPool
 from algos.rewards.runner import FailureKind, RewardRunner
@@ -83,7 +84,8 @@ def fit_prompt(llm: LLM, problem: Problem, params: SamplingParams, limit: Prompt
 
 
 class NothingScoredError(ValueError):
-    """No completion of a rollout could be scored: there is nothing to train on, and further rollouts would fail."""
+    """All reward calls of a rollout, or all its environments, failed: there is nothing to train on, and further
+    rollouts would fail, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +215,7 @@ class Collector:
         return problems, index
 
     def _shaped(self, group: Group) -> list[float]:
-        lengths = [completion.num_generated for completion in group.completions]
+        lengths = [len(completion.token_ids) for completion in group.completions]
         truncated = [completion.finish_reason == "length" for completion in group.completions]
         return self.algorithm.shape_rewards(group.rewards, lengths, truncated, self.params.most_tokens)
 
@@ -227,7 +229,7 @@ class Collector:
                 advantage=advantage,
             )
             for completion, advantage in zip(group.completions, advantages, strict=True)
-            for counts in [self.algorithm.loss_mask(completion.num_generated, completion.finish_reason == "length")]
+            for counts in [self.algorithm.loss_mask(len(completion.token_ids), completion.finish_reason == "length")]
         ]
 
 
@@ -244,12 +246,17 @@ def sample_groups(
     in_rounds: bool = False,
     predictor: LengthPredictor | None = None,
 ) -> tuple[list[Group], dict[str, float]]:
-    """Completes and scores problems. Returns the groups, and metrics: seconds and numbers of failed scores.
+    """Completes and scores problems. Returns the groups, and metrics: seconds, numbers of failed scores, and of
+    trajectories whose environment failed. Those of an `EnvironmentPool` that failed are left out of the journal.
 
     `gen` is the time of the rollout, `reward` the wait for rewards after it, and `reward_overlapped` the time of this
     rank's reward calls during it. A rank scores each completion that it receives during the rollout. After the rollout
     (with `beside_rollout` off: only then) rank r scores the other completions of groups i with i mod size = r.
     """
+    if isinstance(environment, EnvironmentPool):
+        environment.failed.clear()
+        if journal is not None:
+            journal.left_out = environment.failed
     start = time.perf_counter()
     by_uid = {problem.uid: problem for problem in problems}
     with RewardPool(reward) if reward is not None else contextlib.nullcontext() as pool:
@@ -287,13 +294,20 @@ def sample_groups(
         "timing_s/gen": generated - start,
         "timing_s/reward": time.perf_counter() - generated,
         "timing_s/reward_overlapped": 0.0 if pool is None else pool.seconds_beside,
-        **({} if environment is None else _call_figures(llm.environment_calls)),
+        **({} if environment is None else _call_figures(environment, llm.environment_calls, group)),
         **{f"reward/num_{kind}": float(failed[kind]) for kind in get_args(FailureKind)},
     }
 
 
-def _call_figures(calls: CallCounts) -> dict[str, float]:
-    failures = {f"environment/num_{kind}": float(calls.failures[kind]) for kind in get_args(CallFailure)}
+def _call_figures(environment: Environments, calls: CallCounts, group: Communicator) -> dict[str, float]:
+    """Calls and seconds of this rank; failed trajectories of all ranks, on every rank."""
+    here = Counter(calls.failures)
+    if isinstance(environment, EnvironmentPool):  # it knows of failed rewards, too
+        here |= Counter(environment.failed.values())
+    failed: Counter[CallFailure] = Counter()
+    for part in group.all_gather_bytes(msgspec.msgpack.encode(dict(here))):
+        failed.update(from_msgpack(part, dict[CallFailure, int]))
+    failures = {f"environment/num_{kind}": float(failed[kind]) for kind in get_args(CallFailure)}
     return {"environment/num_calls": float(calls.num_calls), "timing_s/tool_calls": calls.seconds, **failures}
 
 
@@ -350,6 +364,13 @@ def _check_scores(figures: dict[str, float], num_completions: int) -> None:
             f"reward: all {num_completions} completions of a rollout failed ({failed['raised']} raised, "
             f"{failed['timed_out']} timed out, {failed['invalid']} were no finite number); see the warnings above "
             "and mend the function"
+        )
+    broken = {kind: int(figures.get(f"environment/num_{kind}", 0)) for kind in get_args(CallFailure)}
+    if sum(broken.values()) >= num_completions:
+        raise NothingScoredError(
+            f"environment: all {num_completions} trajectories of a rollout failed ({broken['raised']} raised, "
+            f"{broken['timed_out']} timed out, {broken['invalid']} were invalid, {broken['lost']} lost); see the "
+            "warnings above and mend it, or what it calls"
         )
 
 

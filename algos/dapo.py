@@ -37,7 +37,7 @@ class DAPO(Algorithm):
     overlong_buffer_fraction: Fraction = 0.2
     """Final share of `max_tokens` over which the penalty grows (paper: L_cache / L_max = 4096 / 20480); 0 is off."""
     overlong_factor: NonNegative = 1.0
-    """Penalty of a completion of `max_tokens` tokens."""
+    """Penalty of a completion of `max_tokens` tokens; a trajectory's observed tokens count as well."""
     overlong_filtering: bool = False
     """Do not train on completions that were cut off at `max_tokens` (overlong filtering, §3.4)."""
     importance_correction: losses.ImportanceCorrection = "token"
@@ -57,7 +57,11 @@ class DAPO(Algorithm):
     def shape_rewards(
         self, rewards: Sequence[float], lengths: Sequence[int], truncated: Sequence[bool], max_tokens: int
     ) -> list[float]:
-        """Eq. 13, soft overlong punishment: 0 up to L_max - L_cache tokens, then linear down to -1 at L_max."""
+        """Eq. 13, soft overlong punishment: 0 up to L_max - L_cache tokens, then linear down to -1 at L_max.
+
+        Lengths are what `max_tokens` bounds: of a trajectory, all tokens behind the prompt, observed ones included, as
+        verl's DAPO reward manager counts them.
+        """
         cache = self.overlong_buffer_fraction * max_tokens
         if cache == 0:
             return list(rewards)

@@ -36,6 +36,7 @@ _MOST_BAD_STARTS = 8
 
 @dataclass(eq=False, kw_only=True)
 class _Trajectory:
+    sequence_id: SequenceId
     number: int
     calls: list[Call] = field(default_factory=list)
     """All so far. An object that is made anew gets each of them once."""
@@ -76,6 +77,9 @@ class EnvironmentPool:
         self._target = f"{os.path.abspath(module)}:{names}" if module.endswith(".py") else spec
         self.failures: Counter[FailureKind] = Counter()
         """Trajectories whose environment failed, by kind."""
+        self.failed: dict[SequenceId, FailureKind] = {}
+        """These trajectories, until somebody clears it: `sample_groups` does so for each rollout. One is here before
+        its answer or reward comes."""
         self.num_calls = 0
         self.tool_seconds = 0.0
         """The sum of what the calls took."""
@@ -132,7 +136,7 @@ class EnvironmentPool:
                 f"columns of {sequence_id}: cannot be sent to the environment ({error}): must be plain data (text, "
                 "numbers of 64 bits, lists, dicts)"
             ) from None
-        one = self._trajectories[sequence_id] = _Trajectory(number=call.object)
+        one = self._trajectories[sequence_id] = _Trajectory(sequence_id=sequence_id, number=call.object)
         self._post(self._ask, one, call, answer)
 
     def step(self, sequence_id: SequenceId, text: str, answer: Callable[[Answer], None]) -> None:
@@ -217,7 +221,7 @@ class EnvironmentPool:
         if not self.failures[result.failure]:
             kind = result.failure.replace("_", " ")
             logger.warning("environment %s: a call %s; the first one: %s", self.spec, kind, result.error[:500])
-        one.failure = result.failure
+        one.failure = self.failed[one.sequence_id] = result.failure
         self.failures[result.failure] += 1
 
     async def _run(self, one: _Trajectory) -> Result:

@@ -34,6 +34,7 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 _UNIT = re.compile(r"\s+[A-Za-z][A-Za-z .]+$")
 _INTEGER = re.compile(r"-?[0-9]+")
+_MINUS = "\N{MINUS SIGN}"
 
 # Hides math-verify's warning, in every process, that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -52,8 +53,9 @@ def math_verify_reward(
 
 
 def final_answer(text: str) -> str | None:
-    """The final answer that a text states, without its box or delimiters; None when there is none."""
-    text = text[-MAX_TAIL_CHARS:]
+    """The final answer that a text states, without its box or delimiters, and with "-" for Unicode's minus sign; None
+    when there is none."""
+    text = text[-MAX_TAIL_CHARS:].replace(_MINUS, "-")
     marked = _marked_answer(text)
     if marked is not None:
         return marked
@@ -121,6 +123,7 @@ def _digits(integer: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _gold(answer: str) -> str:
+    answer = answer.replace(_MINUS, "-")
     marked = _marked_answer(answer)
     gold = _plain(answer if marked is None else marked)
     if not gold:

@@ -51,9 +51,15 @@ def _parse(line: bytes, place: str) -> Row:
     try:
         values = loads_finite(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not valid JSON ({error}); the file may be truncated") from None
+        raise ValueError(
+            f"{place}: not valid JSON ({error}); the file must have one JSON object on each line, so it may be CSV, an "
+            "array, or truncated"
+        ) from None
     if not isinstance(values, dict):
-        raise ValueError(f"{place}: holds {_kind(values)}; give an object with a value for each column")
+        raise ValueError(
+            f"{place}: holds {_kind(values)}; give an object with a value for each column: the file must have one JSON "
+            "object on each line"
+        )
     try:
         msgspec.msgpack.encode(values)  # as a reward's process gets them
     except (OverflowError, UnicodeEncodeError, RecursionError) as error:
@@ -80,7 +86,14 @@ def _read_table(path: str) -> list[dict[str, Any]]:
         raise ValueError(
             f"{path}: holds the splits {sorted(table)}; give the folder of one: {path}/{next(iter(table))}"
         )
-    return plain
+    return [{name: _without_nulls(value) for name, value in row.items()} for row in plain]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drops the null fields of structs: Arrow gives all structs of a column the same fields."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def column(row: Row, name: str, option: str) -> Any:

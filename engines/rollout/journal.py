@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -60,6 +60,9 @@ class Journal:
         """Checksum of the weights in use; set it when they change."""
         self.num_found = 0
         """Completions found since the start."""
+        self.left_out: Container[SequenceId] = frozenset()
+        """Sequences that `append` does not store, as trajectories whose environment failed: a resumed run samples them
+        again."""
         self._world = world
         self._environment = environment
         self._whole_shares = whole_shares
@@ -72,6 +75,8 @@ class Journal:
 
         A line that cannot be written is left out, with one warning: the rollout itself still has the completion.
         """
+        if finished.state.sequence_id in self.left_out:
+            return
         entry = Entry(
             weights=self.weights,
             key=finished.state.key,

@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 
-from algos.collect import Collector, PromptLimit, Rollout
+from algos.collect import Collector, NothingScoredError, PromptLimit, Rollout
 from algos.dapo import DAPO
+from algos.environments.pool import EnvironmentPool
+from algos.environments.protocol import EnvironmentConfig
 from algos.grpo import GRPO
 from algos.rewards.runner import RewardConfig, RewardRunner
 from algos.tasks.task import Problem
 from engines import LLM, SamplingParams
 from engines.parallel.collectives import SingleRank
+from engines.rollout.journal import Journal
 from tests.chat_models import QWEN25, save_chat_checkpoint
 from tests.checkpoints import save_text_checkpoint
 from tests.environments import Echo, Local
@@ -47,6 +50,29 @@ def raises_on_long(prompts, completions, **columns):
     return [1.0] * len(completions)
 '''
 PARAMS = SamplingParams(max_tokens=30, n=8)
+
+
+SERVICE = """
+from pathlib import Path
+
+class Service:
+    '''Asks a service in one of its calls, if the problem is of kind "asks".'''
+
+    def ask(self, call):
+        if self.kind == "asks" and call == {call!r} and not Path({flag!r}).exists():
+            raise ConnectionError("the service is down")
+
+    def reset(self, kind):
+        self.kind = kind
+        self.ask("reset")
+
+    def step(self, text):
+        self.ask("step")
+
+    def get_reward(self):
+        self.ask("get_reward")
+        return 1.0
+"""
 
 
 @dataclass(frozen=True)
@@ -260,7 +286,7 @@ def test_overlong_completions_are_shaped_and_masked(llm: LLM, even: RewardRunner
 
 @pytest.mark.parametrize("algorithm", [GRPO(), DAPO(max_sampling_rounds=1)])
 def test_trajectories_train_on_what_was_generated(llm: LLM, algorithm: Any) -> None:
-    """Masks are by span and by algorithm, lengths and shaping count generated tokens, rewards are the environment's."""
+    """Masks are by span and by algorithm, shaping counts observed tokens as `max_tokens` does, metrics do not."""
     params = SamplingParams(max_tokens=60, n=8, stop_token_ids=tuple(range(100, 124)), max_turns=4)
     with Local() as environments:
         rollout = Collector(
@@ -280,11 +306,18 @@ def test_trajectories_train_on_what_was_generated(llm: LLM, algorithm: Any) -> N
         rewards = [float(sum(map(len, heard[llm.policy_version, group.problem.uid, index]))) for index in range(8)]
         assert group.rewards == rewards
     kept = [group for group in rollout.groups if algorithm.keep_group(group.rewards)]
+    lengths = [[len(one.token_ids) for one in group.completions] for group in kept]
+    shaped = [
+        algorithm.shape_rewards(group.rewards, counts, [False] * 8, 60)
+        for group, counts in zip(kept, lengths, strict=True)
+    ]
+    advantages = [value for values in algorithm.advantages(shaped) for value in values]
+    assert [one.advantage for one in rollout.experiences] == advantages
     pairs = zip([one for group in kept for one in group.completions], rollout.experiences, strict=True)
     overlong = 0
     for completion, experience in pairs:
         spans = {place for start, end in completion.observed for place in range(start, end)}
-        counts = algorithm.loss_mask(completion.num_generated, completion.finish_reason == "length")
+        counts = algorithm.loss_mask(len(completion.token_ids), completion.finish_reason == "length")
         overlong += not counts
         places = range(len(completion.token_ids))
         assert experience.loss_mask == [counts and place not in spans for place in places]
@@ -326,3 +359,44 @@ def test_an_environment_that_fails_costs_its_trajectory_alone(llm: LLM) -> None:
     empty = [one for group in rollout.groups for one in group.completions if not one.token_ids]
     assert len(empty) == 2 and rollout.metrics["environment/num_raised"] == 2
     assert [len(one.tokens) == one.num_prompt_tokens for one in rollout.experiences].count(True) == 2
+
+
+def serving(llm: LLM, pool: EnvironmentPool, *pattern: str) -> Collector:
+    return Collector(
+        llm=llm,
+        task=Kinds(pattern),
+        algorithm=GRPO(),
+        reward=None,
+        group=SingleRank(),
+        params=SamplingParams(max_tokens=8, n=2, stop_token_ids=tuple(range(60, 131))),
+        prompts_per_step=4,
+        environment=pool,
+    )
+
+
+@pytest.mark.parametrize("call", ["reset", "get_reward"])
+def test_an_environment_that_always_fails_ends_the_run(llm: LLM, tmp_path: Path, call: str) -> None:
+    (tmp_path / "service.py").write_text(SERVICE.format(call=call, flag=str(tmp_path / "up")))
+    with EnvironmentPool(f"{tmp_path}/service.py:Service", EnvironmentConfig(workers=1)) as pool:
+        with pytest.raises(NothingScoredError, match=r"environment: all 8 trajectories .* failed \(8 raised, 0 timed"):
+            serving(llm, pool, "asks").collect(0)
+        rollout = serving(llm, pool, "asks", "does not").collect(0)
+        assert rollout.metrics["environment/num_raised"] == 4, "of each rollout its own"
+
+
+@pytest.mark.parametrize("call", ["reset", "step", "get_reward"])
+def test_trajectories_that_failed_are_sampled_again_after_a_kill(llm: LLM, tmp_path: Path, call: str) -> None:
+    (tmp_path / "service.py").write_text(SERVICE.format(call=call, flag=str(tmp_path / "up")))
+    with EnvironmentPool(f"{tmp_path}/service.py:Service", EnvironmentConfig(workers=1)) as pool:
+
+        def collect() -> tuple[int, float, set[float]]:
+            journal = Journal(tmp_path / "journal", SingleRank())
+            journal.recover(0)
+            rollout = replace(serving(llm, pool, "asks", "does not"), journal=journal).collect(0)
+            rewards = {reward for group in rollout.groups for reward in group.rewards}
+            return journal.num_found, rollout.metrics["environment/num_raised"], rewards
+
+        found, raised, rewards = collect()
+        assert found == 0 < raised <= 4 and rewards == {0.0, 1.0}
+        (tmp_path / "up").touch()
+        assert collect() == (8 - raised, 0, {1.0})

@@ -188,6 +188,11 @@ class TestGsm8k:
         with pytest.raises(ValueError, match=r"one\.jsonl: no question is left"):
             Gsm8kTask(data=write_jsonl(tmp_path / "one.jsonl", rows(1))).train_problem(0)
 
+    def test_a_row_without_a_column_of_the_template_is_named_at_the_start(self, tmp_path):
+        path = write_jsonl(tmp_path / "a.jsonl", [{**row, "hint": "h"} for row in rows(30)] + rows(1))
+        with pytest.raises(ValueError, match=r"a\.jsonl:31: has no column 'hint'"):
+            Gsm8kTask(data=path, prompt_template="{question} {hint}").train_problem(0)
+
     @pytest.mark.parametrize("field", [{"held_out_fraction": 1.0}, {"prompt_template": "no place"}])
     def test_a_bad_field_is_named(self, tmp_path, field):
         path = write_jsonl(tmp_path / "a.jsonl", rows(4))
@@ -323,6 +328,23 @@ class TestJsonl:
         for problems in zip(*([task.train_problem(i) for i in range(15)] for task in tasks), strict=True):
             assert problems[0] == problems[1]
         assert tasks[0].held_out_problems(9) == tasks[1].held_out_problems(9)
+
+    def test_structs_of_a_table_have_the_fields_of_their_row_alone(self, tmp_path):
+        """Arrow gives all structs of a column the same fields."""
+        datasets = pytest.importorskip("datasets")
+        calls = [[{"name": "f", "arguments": one}] for one in ({"city": "Rome"}, {"days": [3, None]})]
+        rows = [
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": one}], "hint": hint}
+            for one, hint in zip(calls, (None, "h"), strict=True)
+        ]
+        datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+        assert [row.values for row in read_rows("data", str(tmp_path / "a.parquet"))] == rows
+
+    @pytest.mark.parametrize("text", ['[\n {"prompt": "x"}\n]', '[{"prompt": "x"}]', "prompt,answer\nx,1\n"])
+    def test_an_array_or_csv_is_told_the_right_form(self, tmp_path, text):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(ValueError, match=r"a\.json:1: .*must have one JSON object on each line"):
+            read_rows("data", str(tmp_path / "a.json"))
 
     def test_dates_of_pandas_are_text(self, tmp_path):
         pandas = pytest.importorskip("pandas")

@@ -240,3 +240,12 @@ def test_a_trajectory_of_another_environment_is_not_found(tmp_path: Path) -> Non
     journal.append(written)
     assert reopen(tmp_path, environment="one").find([state()], 1) == {state().sequence_id: written.completion}
     assert reopen(tmp_path, environment="another").find([state()], 1) == {} == reopen(tmp_path).find([state()], 1)
+
+
+def test_a_trajectory_that_is_left_out_is_not_found(tmp_path: Path) -> None:
+    states = [state(sample_index=index) for index in range(2)]
+    journal = reopen(tmp_path)
+    journal.left_out = {states[0].sequence_id}
+    for one in states:
+        journal.append(finished(one))
+    assert set(reopen(tmp_path).find(states, 1)) == {states[1].sequence_id}

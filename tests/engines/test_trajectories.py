@@ -9,7 +9,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -574,6 +574,25 @@ def test_what_cannot_have_an_environment_is_refused(text_model: str, qwen3: str)
             llm.generate(["a"], environment=environments, columns=[{}, {}])
         with pytest.raises(ValueError, match=r"prompts\[0\]: SamplingParams.max_turns=5: is for trajectories"):
             llm.generate(["a"], PARAMS)
+    assert not environments.objects
+
+
+class LocalTools(Local):
+    tools: ClassVar = [{"type": "function"}]
+
+
+def test_tools_need_a_template_with_their_role(tmp_path: Path) -> None:
+    refuses = "{%- if m.role == 'tool' %}{{ raise_exception('user and assistant only') }}{%- endif %}"
+    template = "{%- for m in messages %}" + refuses + "{{ m.role }}: {{ m.content }}<|im_end|>{%- endfor %}"
+    save_chat_checkpoint(tmp_path, "qwen2.5", template + "{%- if add_generation_prompt %}assistant: {%- endif %}")
+    llm, question = make(str(tmp_path)), [{"role": "user", "content": "Go."}]
+    with Local() as environments:
+        llm.generate([question], PARAMS, environment=environments)
+    with (
+        LocalTools() as environments,
+        pytest.raises(ValueError, match=r"role 'tool'.*user and assistant only.*chat_template.jinja"),
+    ):
+        llm.generate([question], PARAMS, environment=environments)
     assert not environments.objects
 
 
