@@ -1,16 +1,20 @@
 """Builds DeepSpeed's configuration from a `TrainerConfig` and a user's DeepSpeed JSON.
 
 The JSON overrides the fields of `TrainerConfig`; "auto" anywhere in it means the `TrainerConfig`'s value, or, where it
-has none, DeepSpeed's default. The three batch-size fields keep DeepSpeed's meanings, for micro-batches cut by tokens:
-`train_batch_size` is `mini_batch_size`, `train_micro_batch_size_per_gpu` is the most sequences in a rank's
-micro-batch, and if one of these two is missing, `gradient_accumulation_steps` determines it.
+has none, DeepSpeed's default. (DeepSpeed's own schedulers warm up for at least one step.) The three batch-size fields
+keep DeepSpeed's meanings, for micro-batches cut by tokens: `train_batch_size` is `mini_batch_size`,
+`train_micro_batch_size_per_gpu` is the most sequences in a rank's micro-batch, and if one of these two is missing,
+`gradient_accumulation_steps` determines it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -27,6 +31,9 @@ Beta = Annotated[float, Meta(ge=0, lt=1, description="in [0, 1)")]
 
 BATCH_FIELDS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ADAM_TYPES = ("adam", "adamw")
+OPTIMIZERS = (*ADAM_TYPES, "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
+SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+"""DeepSpeed's own; it also takes those of torch by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +118,7 @@ def resolve(config: TrainerConfig, *, num_ranks: int) -> ResolvedConfig:
     user = _read(config.deepspeed_config) if config.deepspeed_config else {}
     name = str(config.deepspeed_config)
     _refuse_unsupported(user, name)
+    _check_sections(user, name)
     mini_batch_size, max_rows = _batch_sizes(user, name, config.mini_batch_size, num_ranks)
     merged = {key: value for key, value in user.items() if key not in BATCH_FIELDS}
     zero = {"stage": config.zero_stage} | merged.get("zero_optimization", {})
@@ -124,7 +132,7 @@ def resolve(config: TrainerConfig, *, num_ranks: int) -> ResolvedConfig:
         "zero_optimization": zero,
         "bf16": bf16,
         "gradient_clipping": merged.get("gradient_clipping", config.max_grad_norm),
-        "optimizer": _optimizer(merged.get("optimizer"), config, zero),
+        "optimizer": _optimizer(merged.get("optimizer"), name, config, zero),
     }
     if bf16["enabled"] and zero["stage"] > 0:
         # Otherwise gradients accumulate over micro-batches in bf16. (DeepSpeed offers this only with ZeRO.)
@@ -132,7 +140,7 @@ def resolve(config: TrainerConfig, *, num_ranks: int) -> ResolvedConfig:
     merged.setdefault("steps_per_print", None)
     merged.setdefault("zero_allow_untested_optimizer", True)
     if "scheduler" in merged:
-        merged["scheduler"] = _scheduler(merged["scheduler"], config)
+        merged["scheduler"] = _scheduler(merged["scheduler"], name, config)
     return ResolvedConfig(
         deepspeed=merged,
         zero_stage=zero["stage"],
@@ -148,7 +156,8 @@ def _read(path: Path) -> dict[str, Any]:
         data = read_json(path, dict[str, Any])
     except (OSError, ValueError) as error:
         raise ValueError(f"TrainerConfig.deepspeed_config={str(path)!r}: cannot be read ({error})") from None
-    return dict(_without_auto(data))
+    # A section that is null counts as left out.
+    return {key: value for key, value in _without_auto(data).items() if value is not None}
 
 
 def _without_auto(value: Any) -> Any:
@@ -176,6 +185,30 @@ def _refuse_unsupported(user: dict[str, Any], name: str) -> None:
         raise ValueError(f"{name}: tensor_parallel={user['tensor_parallel']!r}: not supported; {fix}")
 
 
+def _check_sections(user: dict[str, Any], name: str) -> None:
+    """Raises ValueError for a section that is no object, and for numbers in quotes."""
+    for section in ("zero_optimization", "bf16", "data_types", "optimizer", "scheduler"):
+        inner = "offload_optimizer" if section == "zero_optimization" else "params"
+        value = _object(user, section, section, name)
+        for key, given in _object(value, inner, f"{section}.{inner}", name).items():
+            if isinstance(given, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", given, re.IGNORECASE):
+                raise ValueError(f"{name}: {section}.{inner}.{key}={given!r}: must be a number; leave the quotes out")
+
+
+def _object(owner: dict[str, Any], key: str, field: str, name: str) -> dict[str, Any]:
+    value = owner.get(key, {})
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: {field}={value!r}: must be an object, as in DeepSpeed's documentation")
+    return value
+
+
+def _check_type(kind: Any, field: str, own: Sequence[str], module: str, name: str) -> None:
+    """Raises ValueError for a `type` that DeepSpeed does not have, nor torch in this module."""
+    is_known = isinstance(kind, str) and (kind in own or isinstance(getattr(import_module(module), kind, None), type))
+    if not is_known:
+        raise ValueError(f"{name}: {field}={kind!r}: is unknown; give one of {', '.join(own)}, or a class of {module}")
+
+
 def _batch_sizes(user: dict[str, Any], name: str, default: int | None, num_ranks: int) -> tuple[int | None, int | None]:
     """(mini-batch size, most sequences in a rank's micro-batch); DeepSpeed's train = micro x accumulation x ranks."""
     for field in BATCH_FIELDS:
@@ -200,9 +233,11 @@ def _batch_sizes(user: dict[str, Any], name: str, default: int | None, num_ranks
     return train, micro
 
 
-def _optimizer(user: dict[str, Any] | None, config: TrainerConfig, zero: dict[str, Any]) -> dict[str, Any]:
+def _optimizer(user: dict[str, Any] | None, name: str, config: TrainerConfig, zero: dict[str, Any]) -> dict[str, Any]:
     """The JSON's optimizer section, or AdamW. Parameters that the JSON leaves out are `config`'s."""
     optimizer = {"type": "AdamW"} | (user or {})
+    if str(optimizer["type"]).lower() not in OPTIMIZERS:
+        _check_type(optimizer["type"], "optimizer.type", OPTIMIZERS, "torch.optim", name)
     params: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     if optimizer["type"].lower() in ADAM_TYPES:
         params |= {"betas": list(config.betas), "eps": config.adam_eps}
@@ -216,18 +251,29 @@ def _optimizer(user: dict[str, Any] | None, config: TrainerConfig, zero: dict[st
     return optimizer | {"params": params}
 
 
-def _scheduler(user: dict[str, Any], config: TrainerConfig) -> dict[str, Any]:
+def _scheduler(user: dict[str, Any], name: str, config: TrainerConfig) -> dict[str, Any]:
     """The JSON's scheduler section. Parameters that it leaves out are `config`'s, where `config` has them."""
-    known: dict[str, Any] = {"warmup_max_lr": config.learning_rate, "warmup_num_steps": config.warmup_steps}
-    if config.total_steps is not None:
-        known["total_num_steps"] = config.total_steps
+    _check_type(user.get("type"), "scheduler.type", SCHEDULERS, "torch.optim.lr_scheduler", name)
+    known: dict[str, Any] = {
+        "warmup_max_lr": config.learning_rate,
+        "warmup_num_steps": max(1, config.warmup_steps),  # DeepSpeed refuses 0
+        "total_num_steps": config.total_steps,
+    }
     wanted = {
         "WarmupLR": ("warmup_max_lr", "warmup_num_steps"),
         "WarmupDecayLR": ("warmup_max_lr", "warmup_num_steps", "total_num_steps"),
         "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
-    }.get(user.get("type", ""), ())
-    defaults = {key: known[key] for key in wanted if key in known}
-    return user | {"params": defaults | user.get("params", {})}
+    }.get(user["type"], ())
+    params = {key: known[key] for key in wanted} | user.get("params", {})
+    fixes = {"warmup_num_steps": "give 1 or more", "total_num_steps": "give it, or total_steps (--total-steps)"}
+    for key, fix in fixes.items():
+        if key not in wanted:
+            continue
+        value = params[key]
+        is_number = isinstance(value, int) or (key == "total_num_steps" and isinstance(value, float))
+        if not is_number or value < 1:
+            raise ValueError(f"{name}: scheduler.params.{key}={value!r}: must be an integer of at least 1; {fix}")
+    return user | {"params": params}
 
 
 def lr_factor(config: TrainerConfig, step: int) -> float:

@@ -86,19 +86,28 @@ def _quieten() -> None:
 
 
 def make_engine(model: nn.Module, config: TrainerConfig, resolved: ResolvedConfig) -> Any:
-    """A DeepSpeed engine that trains `model`. Collective."""
+    """A DeepSpeed engine that trains `model`. Collective. Raises ValueError, with its file, for a JSON that DeepSpeed
+    refuses."""
     import deepspeed
 
     if resolved.deepspeed["optimizer"]["type"].lower() != "muon":
         _import_muon()
     scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=partial(lr_factor, config))
     with contextlib.redirect_stdout(io.StringIO()):  # one of its optimizers prints memory figures
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
-            config=resolved.deepspeed,
-            lr_scheduler=scheduler if resolved.owns_scheduler else None,
-        )
+        try:
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+                config=resolved.deepspeed,
+                lr_scheduler=scheduler if resolved.owns_scheduler else None,
+            )
+        except (AssertionError, TypeError, ValueError, deepspeed.DeepSpeedConfigError) as error:
+            if (file := config.deepspeed_config) is None:
+                raise
+            raise ValueError(
+                f"TrainerConfig.deepspeed_config={str(file)!r}: DeepSpeed does not start with it "
+                f"({type(error).__name__}: {error}); mend it there"
+            ) from error
     engine.train()
     _undo_first_step(engine)
     return engine

@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ def read_record(directory: Path) -> dict[str, Any] | None:
         return read_json(directory / RECORD_FILE, dict[str, Any])
     except (OSError, ValueError):
         return None
+
+
+def as_recorded(options: Any) -> dict[str, Any]:
+    """Returns a dataclass's fields as they are read back from a JSON file: tuples as lists; others as by `plain`."""
+    fields: dict[str, Any] = json.loads(json.dumps(asdict(options), default=plain))
+    return fields
+
+
+def plain(value: object) -> Any:
+    """For `default` of `json.dumps`: a set as a sorted list, another object that JSON cannot hold as its text."""
+    return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
 
 
 @contextmanager

@@ -254,24 +254,38 @@ class Trainer:
             )
         saved = read_json(path, dict[str, Any])
         for name, value in self._facts().items():
+            if name == "reference_digest" and name not in saved:
+                continue  # of a version that did not write it
             if saved.get(name) != value:
-                raise ValueError(
-                    f"{path}: {name}={saved.get(name)!r}, but this run has {value!r}; resume with the same"
-                )
+                fix = "resume with the same"
+                if name == "reference_digest":
+                    fix = (
+                        f"the KL term (kl_coef) would have another reference: restore the model in {self.model_path} "
+                        "as it was when the run began, or start anew under another --name"
+                    )
+                raise ValueError(f"{path}: {name}={saved.get(name)!r}, but this run has {value!r}; {fix}")
         deepspeed_engine.load_states(self.engine, Path(directory), CHECKPOINT_TAG)
 
     def _facts(self) -> dict[str, Any]:
-        facts = {"num_ranks": self.num_ranks, "zero_stage": self.resolved.zero_stage, "dtype": self.resolved.dtype}
-        return facts | {"lora": self._lora_facts}
+        resolved = self.resolved
+        facts: dict[str, Any] = {"num_ranks": self.num_ranks, "zero_stage": resolved.zero_stage}
+        facts |= {"dtype": resolved.dtype, "lora": self._lora_facts}
+        if self.reference is not None:
+            facts["reference_digest"] = self._model_digest
+        return facts
 
     @functools.cached_property
+    def _model_digest(self) -> str:
+        return pretrained.weights_digest(self.model_path)
+
+    @property
     def _lora_facts(self) -> dict[str, Any] | None:
         """The adapter's shape and its base, which is not in a checkpoint."""
         config = self.config
         if not config.lora_rank:
             return None
         shape = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": sorted(config.lora_targets)}
-        return shape | {"base_digest": pretrained.weights_digest(self.model_path)}
+        return shape | {"base_digest": self._model_digest}
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes a Hugging Face checkpoint: safetensors, config and tokenizer files. With LoRA, an adapter in peft's

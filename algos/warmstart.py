@@ -8,7 +8,6 @@ find. What a demonstration observes is tokenised as in a rollout, and not learne
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from algos.batch import collate, spread
 from algos.micro_batches import plan_micro_batches
 from algos.muon import Muon
-from algos.publish import check_replaceable, only_writer, publish_directory, read_record
+from algos.publish import as_recorded, check_replaceable, only_writer, publish_directory, read_record
 from algos.tasks.task import Demonstrated, Problem
 from algos.tokenizer import PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 from algos.warmstart_config import MODEL_SIZES, ModelSize, WarmStartConfig
@@ -42,10 +41,10 @@ def warm_start(directory: str | Path, config: WarmStartConfig) -> Path:
     Returns `directory`, which is complete or absent even if a call is killed. Concurrent calls wait for each other.
     A checkpoint of another config is replaced. Raises ValueError when the directory holds other files.
     """
-    target = Path(directory)
+    target, recipe = Path(directory), as_recorded(config)
     with only_writer(target):
         record = read_record(target)
-        if record is not None and record.get("warm_start") == asdict(config):
+        if record is not None and record.get("warm_start") == recipe:
             return target
         check_replaceable(target)  # before the minute of training
         model, loss = train(config)
@@ -54,7 +53,7 @@ def warm_start(directory: str | Path, config: WarmStartConfig) -> Path:
             model.save_pretrained(path)
             tokenizer_of(config.size).save_pretrained(path)
 
-        publish_directory(target, {"warm_start": asdict(config), "loss": loss}, write)
+        publish_directory(target, {"warm_start": recipe, "loss": loss}, write)
     return target
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from algos.publish import flush_to_disk, lock
+from algos.publish import flush_to_disk, lock, plain
 from engines.json_files import read_json
 from engines.parallel.collectives import Communicator, together
 
@@ -58,10 +58,12 @@ class RunFolder:
         return self._group.rank == 0
 
     def append(self, name: str, *records: dict[str, Any]) -> None:
-        """Appends a line for each to a JSONL file and hands them to the operating system. For errors see `writing`."""
+        """Appends a line for each to a JSONL file and hands them to the operating system. Files in TO_LOOK_AT may have
+        values that JSON cannot hold (see `plain`). For errors see `writing`."""
         if self.is_writer:
+            default = plain if name in TO_LOOK_AT else None
             with self.writing(name), open(self.path / name, "a") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
+                file.writelines(json.dumps(record, default=default) + "\n" for record in records)
 
     def replace(self, name: str, text: str) -> None:
         """Writes a file completely or not at all. For errors see `writing`."""

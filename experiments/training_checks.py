@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 import tempfile
 import warnings
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from algos.pretrained import check_folder
-from algos.publish import read_record
+from algos.publish import as_recorded, read_record
 from algos.tasks.arithmetic import ArithmeticTask
 from algos.tasks.task import Demonstrated, Task
 from algos.warmstart import demonstrate, new_config, template_of, tokenizer_of, warm_start
@@ -66,7 +65,7 @@ def check_same_run(config: TrainConfig) -> None:
 
 
 def as_json(config: TrainConfig) -> dict[str, Any]:
-    options: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    options = as_recorded(config)
     del options["rollout"]["engine"]
     options["rollout"] |= config.rollout.engine.as_given()
     return options | {"ranks": launch.num_ranks()}
@@ -120,7 +119,7 @@ def prepare_model(config: TrainConfig, threads: int) -> Path:
         name, recipe = recipe_of(config)
         model = config.runs / "models" / name
         record = read_record(model)
-        if record is not None and record.get("warm_start") != asdict(recipe):
+        if record is not None and record.get("warm_start") != as_recorded(recipe):
             raise ValueError(
                 f"model={config.model!r}: {model} was made with another recipe; use it by --model {model}, or remove it"
             )
@@ -151,5 +150,5 @@ def recipe_of(config: TrainConfig) -> tuple[str, WarmStartConfig]:
     num_tokens = sum(len(one.tokens) for one in learned)
     fitting = plain.batch_size * _STEP_TOKENS // num_tokens
     recipe = replace(recipe, batch_size=min(plain.batch_size, max(_LEAST_BATCH, fitting)))
-    digest = hashlib.blake2b(repr((asdict(recipe), learned)).encode(), digest_size=4).hexdigest()
+    digest = hashlib.blake2b(repr((as_recorded(recipe), learned)).encode(), digest_size=4).hexdigest()
     return f"{config.model}-{config.task.rpartition(':')[2]}-{digest}", recipe

@@ -92,9 +92,9 @@ class Gsm8kTask:
 
     def _read(self, option: str, path: str) -> list[Row]:
         rows = read_rows(option, path)
-        for row in rows:
-            _final_answer(row)  # a check
-        fill(self.prompt_template, rows[0])
+        for row in rows:  # a check of each
+            _final_answer(row)
+            fill(self.prompt_template, row)
         return rows
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -171,6 +171,24 @@ def load_what_is_spoilt(model: str, folder: str, stage: int) -> list[str]:
                 spoil(path)
         torch.distributed.barrier()
         told.append(error_of(lambda: trainer.load_checkpoint(f"{folder}/point")))
+    deepspeed_engine.stop_deepspeed()
+    return told
+
+
+def resume_beside_another_reference(model: str, folder: str) -> list[str]:
+    """In a world: what `load_checkpoint` says with another reference, the same, and another without a digest."""
+    path = Path(shutil.copytree(model, f"{folder}/other")) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    same, other = (Trainer(TrainerConfig(), GRPO(kl_coef=0.1), one) for one in (model, f"{folder}/other"))
+    point = Path(folder) / "point"
+    same.save_checkpoint(point)
+    told = [error_of(lambda: other.load_checkpoint(point)), error_of(lambda: same.load_checkpoint(point))]
+    facts = json.loads((point / "trainer.json").read_text())
+    facts.pop("reference_digest", None)
+    (point / "trainer.json").write_text(json.dumps(facts))
+    told.append(error_of(lambda: other.load_checkpoint(point)))
     deepspeed_engine.stop_deepspeed()
     return told
 
@@ -394,6 +412,14 @@ def test_states_that_are_spoilt_are_refused_and_run_no_code(tiny_model: str, tmp
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_checkpoint_is_not_resumed_beside_another_reference(tiny_model: str, tmp_path: Path) -> None:
+    """One of an earlier version has no digest of it, and is resumed."""
+    ((refused, *others),) = run_world(resume_beside_another_reference, 1, tiny_model, str(tmp_path))
+    assert refused.startswith(f"ValueError: {tmp_path}/point/trainer.json: reference_digest='")
+    assert f"the KL term (kl_coef) would have another reference: restore the model in {tmp_path}/other as it" in refused
+    assert others == ["", ""]
+
+
 @pytest.mark.parametrize("kind", ["pretrained", "sharded"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_save_pretrained_is_read_by_transformers(
@@ -448,6 +474,16 @@ def test_bf16_trains_alike_at_every_stage(resumed: list[dict[str, Any]], tiny_mo
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation=False: not supported"),
         ({"zero_optimization": {"stage": 4}}, r"zero_optimization\.stage=4: must be 0, 1, 2 or 3"),
         ([], r"Expected `object`, got `array`"),
+        ({"zero_optimization": True}, r"zero_optimization=True: must be an object"),
+        ({"optimizer": {"params": [1]}}, r"optimizer\.params=\[1\]: must be an object"),
+        ({"optimizer": {"type": "Lamb2"}}, r"optimizer\.type='Lamb2': is unknown; give one of adam, .*torch\.optim"),
+        ({"optimizer": {"params": {"lr": "1e-5"}}}, r"optimizer\.params\.lr='1e-5': must be a number; leave the"),
+        ({"scheduler": {"type": "Nope"}}, r"scheduler\.type='Nope': is unknown; give one of WarmupLR, .*lr_scheduler"),
+        ({"scheduler": {"type": "auto"}}, r"scheduler\.type=None: is unknown"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
+         r"scheduler\.params\.warmup_num_steps=0: must be an integer of at least 1; give 1 or more"),
+        ({"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}},
+         r"scheduler\.params\.total_num_steps=None: must be .*; give it, or total_steps \(--total-steps\)"),
     ],
 )  # fmt: skip
 def test_a_json_that_cannot_be_followed_is_refused_by_name(tmp_path: Path, user: Any, message: str) -> None:
@@ -491,6 +527,37 @@ def test_sections_of_a_json_win(tmp_path: Path) -> None:
         "params": {"lr": 0.25, "weight_decay": 0.0, "momentum": 0.5},
     }
     assert resolved.deepspeed["scheduler"]["params"] == {"warmup_max_lr": 0.25, "warmup_num_steps": 5}
+
+
+AUTO: dict[str, Any] = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+SCHEDULERS: list[dict[str, Any]] = [
+    {"type": "WarmupLR", "params": AUTO},
+    {"type": "WarmupDecayLR", "params": AUTO | {"total_num_steps": "auto"}},
+    {"type": "OneCycle", "params": {"cycle_max_lr": 1.0}},
+    {"type": "WarmupLR", "params": {"steps": 5}},
+]
+
+
+def start_schedulers(folder: str) -> list[str]:
+    """In a world: what is said of each of SCHEDULERS where DeepSpeed starts."""
+    deepspeed_engine.start_deepspeed()
+    path, told = Path(folder) / "ds.json", []
+    for scheduler in SCHEDULERS:
+        path.write_text(json.dumps({"scheduler": scheduler}))
+        config = TrainerConfig(deepspeed_config=path, total_steps=9)
+        model = torch.nn.Linear(4, 4)
+        resolved = resolve(config, num_ranks=1)
+        told.append(error_of(lambda: deepspeed_engine.make_engine(model, config, resolved)))  # noqa: B023
+    deepspeed_engine.stop_deepspeed()
+    return told
+
+
+def test_a_json_of_auto_starts_and_what_deepspeed_refuses_has_its_file(tmp_path: Path) -> None:
+    (told,) = run_world(start_schedulers, 1, str(tmp_path))
+    assert told[:2] == ["", ""]
+    for name, error in (("cycle_min_lr", told[2]), ("steps", told[3])):
+        assert error.startswith(f"ValueError: TrainerConfig.deepspeed_config='{tmp_path}/ds.json': DeepSpeed"), error
+        assert f"'{name}'" in error and "mend it there" in error
 
 
 @pytest.mark.parametrize(

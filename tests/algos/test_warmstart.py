@@ -42,6 +42,15 @@ class Shown:
         return self.parts
 
 
+@dataclass(frozen=True, kw_only=True)
+class Varied(Shown):
+    """The same with fields that JSON has no type for."""
+
+    words: tuple[str, ...] = ("a", "b")
+    file: Path = Path("words.txt")
+    sizes: frozenset[int] = frozenset((0, 8))
+
+
 def contents(directory: Path) -> dict[str, tuple[bytes, int]]:
     """File names to bytes and time of change."""
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.iterdir()}
@@ -209,6 +218,16 @@ def test_the_cache_hits_for_the_same_config_only(tmp_path):
     warm_start(directory, SMALL)
     assert contents(directory)["model.safetensors"][0] == before["model.safetensors"][0]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".model.lock", "model"]
+
+
+def test_the_cache_hits_for_tasks_with_fields_of_any_type(tmp_path):
+    config = replace(SMALL, steps=1, task=Varied(parts=[Part(text="a")]))
+    directory = warm_start(tmp_path / "model", config)
+    before = contents(directory)
+    same = replace(
+        config, task=replace(config.task, sizes=frozenset((8, 0)))
+    )  # a set that is iterated in another order
+    assert warm_start(directory, same) == directory and contents(directory) == before
 
 
 def test_a_directory_of_something_else_is_not_touched(tmp_path):

@@ -7,9 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import engines
+from algos.collect import Collector, PromptLimit
+from algos.grpo import GRPO
+from algos.tasks.task import Problem
+from engines import SamplingParams
+from engines.models.chat import Messages
 from engines.parallel.collectives import SingleRank
 from experiments.pat_measuring import Passes
 from experiments.pat_training import RolloutLayouts
@@ -161,3 +167,42 @@ def test_a_resumed_run_recalls_the_lengths_of_its_rollouts(tmp_path: Path) -> No
     layouts.recall(tmp_path / "missing.jsonl")
     layouts.recall(path)
     assert list(controller._lifetimes._ended) == [(9, False), (3, False), (5, True), (7, True)]
+
+
+class Refused:
+    """A task with a problem that the chat template refuses, and one that is too long."""
+
+    reward = None
+
+    def train_problem(self, index: int) -> Problem:
+        messages: Messages = [{"role": "user", "content": "a" * (90 if index == 3 else index + 1)}]
+        return Problem(uid=index, prompt=[{"role": "system", "content": "b"}, *messages] if index == 1 else messages)
+
+    def held_out_problems(self, count: int) -> list[Problem]:
+        return []
+
+
+def test_a_rollout_begins_for_the_prompts_that_it_will_have(text_model: str, recwarn: pytest.WarningsRecorder) -> None:
+    llm = engines.LLM(text_model, kv_cache_bytes=2**22)
+    llm.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    collector = Collector(
+        llm=llm, task=Refused(), algorithm=GRPO(), reward=None, group=SingleRank(),
+        params=SamplingParams(max_tokens=8, n=2), prompts_per_step=3, limit=PromptLimit(max_tokens=60),
+    )  # fmt: skip
+    asked: list[list[float]] = []
+
+    class Asked:
+        def first_tp_size(self, lengths: np.ndarray, limits: np.ndarray, group_size: int) -> int:
+            asked.append(lengths.tolist())
+            return 1
+
+    assert RolloutLayouts(Asked(), collector)._first_size(0) == 1  # type: ignore[arg-type]
+    assert not [one for one in recwarn if "passed over" in str(one.message)], "they are the rollout's"
+    with pytest.warns(UserWarning, match=r"problem \d is passed over"):
+        problems, _ = collector._draw(0)
+    lengths = [len(tokens) for tokens in llm.encode([one.prompt for one in problems])]
+    llm.close()
+    assert [one.uid for one in problems] == [0, 2, 4] and asked == [[float(one) for one in lengths for _ in range(2)]]

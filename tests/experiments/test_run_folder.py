@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import fcntl
 import json
@@ -87,6 +88,16 @@ def test_later_and_torn_lines_are_dropped(tmp_path: Path) -> None:
     folder.truncate(2, ["metrics.jsonl", "absent.jsonl"])
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["x"] for row in rows] == [0, 1, 2]
+
+
+def test_samples_may_hold_what_json_cannot(tmp_path: Path) -> None:
+    """They have the columns of a user's own task; a figure of another type would be a mistake of ours."""
+    folder = RunFolder(tmp_path, SingleRank())
+    folder.append("samples.jsonl", {"day": datetime.date(2024, 1, 2), "raw": b"x", "words": {"b", "c", "a"}})
+    told = json.loads((tmp_path / "samples.jsonl").read_text())
+    assert told == {"day": "2024-01-02", "raw": "b'x'", "words": ["a", "b", "c"]}
+    with pytest.raises(TypeError):
+        folder.append("metrics.jsonl", {"training/global_step": 1, "x": {1}})
 
 
 def test_a_line_that_finds_no_room(small_disk: Path) -> None:

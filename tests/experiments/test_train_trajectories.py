@@ -16,9 +16,9 @@ from algos.warmstart_config import WarmStartConfig
 from experiments.config import parse
 from experiments.heddle_options import HeddleConfig
 from experiments.length_predictions import predictor_trunk
-from experiments.training_checks import recipe_of
+from experiments.training_checks import prepare_model, recipe_of
 from tests.test_docs import FILES
-from tests.worlds import ROOT, refused_by, run_main
+from tests.worlds import ROOT, refused_by, run_main, run_world
 
 SMALL = [
     "--steps", "3", "--save-every", "1", "--eval-every", "0", "--wandb", "off", "--learning-rate", "1e-3",
@@ -209,6 +209,45 @@ def test_a_task_brings_its_environment_its_options_and_its_own_warm_start(folder
     assert (config["rollout"]["prompts_per_step"], config["rollout"]["group_size"]) == (1, 16)
     assert (Path(result["run_dir"]) / "code" / "environment-lookup.py").is_file()
     assert parse(["--task", "lookup", "--environment", "other.py:Other"]).environment == "other.py:Other"
+
+
+OWN_TASK = """
+from dataclasses import dataclass
+from pathlib import Path
+from algos.tasks.task import Part, Problem
+
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    reward = "algos.rewards.arithmetic:exact_answer"
+    words: tuple[str, ...] = ("a", "b")
+    file: Path = Path("words.txt")
+
+    def train_problem(self, index: int) -> Problem:
+        return Problem(uid=index, prompt=self.words[index % 2], columns={"answer": "1"})
+
+    def held_out_problems(self, count: int) -> list[Problem]:
+        return []
+
+    def demonstration(self, problem: Problem) -> list[Part]:
+        return [Part(text="#1")]
+"""
+
+
+def prepare_own(task: str, runs: str) -> list[str]:
+    """In a process of its own: where the warm start has put the model, and which model a second run takes."""
+    config = parse(["--task", task, "--runs", runs, "--wandb", "off"])
+    name, recipe = recipe_of(config)
+    made = warm_start(Path(runs) / "models" / name, replace(recipe, steps=1, batch_size=1))
+    record = json.loads((made / "made_with.json").read_text())
+    record["warm_start"] |= {"steps": recipe.steps, "batch_size": recipe.batch_size}  # as if it had made all steps
+    (made / "made_with.json").write_text(json.dumps(record))
+    return [str(made), str(prepare_model(config, 1))]
+
+
+def test_a_second_run_takes_the_model_of_a_task_with_fields_of_any_type(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_TASK)
+    ((made, taken),) = run_world(prepare_own, 1, f"{tmp_path / 'own.py'}:Own", str(tmp_path))
+    assert taken == made
 
 
 def test_what_an_embedded_model_learns(capsys: pytest.CaptureFixture[str]) -> None:
