@@ -33,9 +33,10 @@ from engines.config import EngineConfig
 from engines.constraints import Count, Finite, Positive, WholeNumber, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from engines.relay.message import dtype_of
+from engines.speculation.marginal_gain import check_draft_policy
 from experiments import launch
 from experiments.chat_options import ChatOptions
-from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
+from experiments.engine_options import DRAFT_POLICIES, MIB, DraftPolicyName, EngineOptions
 from experiments.grouped_help import print_help
 from experiments.heddle_options import OF_PREDICTOR, HeddleConfig
 from experiments.policies import IN_CHUNKS, ChunkFields, layout_controller, own_class, schedule_policy
@@ -107,6 +108,7 @@ class RolloutConfig:
         check_fields(self, "rollout.")
         if self.long_prompts == "cut" and self.max_prompt_tokens is None:
             raise ValueError("rollout.long_prompts='cut': cuts to a length; give --rollout.max-prompt-tokens")
+        check_draft_policy(self.engine, DRAFT_POLICIES[self.draft_policy])
 
     def engine_config(self, seed: int, *, deterministic: bool = False) -> EngineConfig:
         """The engine's options. A deterministic run recomputes preempted KV: preemption "auto" depends on timing."""
@@ -259,11 +261,13 @@ class TrainConfig(ChunkFields):
                 raise ValueError(f"{name}={value!r}: has no effect with wandb='off'; leave one of them out")
         if self.dispatch in IN_CHUNKS:
             self.chunk_options()
-        elif self.chunk_tokens is not None:
-            raise ValueError(
-                f"chunk_tokens={self.chunk_tokens}: --dispatch {self.dispatch} does not divide; give one of "
-                f"{', '.join(IN_CHUNKS)}, or leave it out"
-            )
+        for one in fields(ChunkFields):
+            value, of = getattr(self, one.name), ("seer",) if one.name == "order" else IN_CHUNKS
+            if value != one.default and self.dispatch not in of:
+                raise ValueError(
+                    f"{one.name}={value!r}: has no effect with --dispatch {self.dispatch}; give {', '.join(of)}, or "
+                    "leave it out"
+                )
         if self.dispatch not in ("auto", "heddle"):
             self._schedule(self.dispatch)
         sequences = self.rollout.prompts_per_step * self.rollout.group_size
@@ -319,6 +323,8 @@ class TrainConfig(ChunkFields):
                 raise ValueError(f"{name}={value!r}: does not go with layout_policy={policy!r}; {fix}")
         if self.pat_profile is not None and not self.pat_profile.is_file():
             raise ValueError(f"pat_profile={str(self.pat_profile)!r}: is no file; experiments/pat_profile.py makes one")
+        if policy != "pat" and self.pat != PatOptions():
+            raise ValueError(f"pat: has no effect with --layout-policy {policy}; give pat, or leave it out")
 
     def _check_speculation(self) -> None:
         if self.speculation == "none":
@@ -327,6 +333,7 @@ class TrainConfig(ChunkFields):
             ("deterministic", True, self.deterministic, "drafts depend on timing; leave it out"),
             ("layout_policy", self.layout_policy, self.layout_policy != "none" and self.layout_policy, "give 'none'"),
             ("dispatch", "static", self.dispatch, "draft ranks need a coordinator; give 'on-demand'"),
+            ("rollout.draft_mode", "naive", self.rollout.engine.draft_mode, "it is not planned for; give 'filled'"),
         ):
             if chosen == value:
                 raise ValueError(f"{name}={value!r}: does not go with speculation='specactor'; {fix}")

@@ -17,7 +17,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -26,7 +26,11 @@ from experiments import launch
 from experiments.comparison.results import ResultOptions, check_figure, report
 from experiments.comparison.turns import in_columns
 from experiments.rose_policies import DRAWN, FILES, SLOTS, Cell, Policy, check_traces
+from research.simulator.latency import profile
 from research.workloads.arrivals import Arrival, read_trace
+
+if TYPE_CHECKING:
+    from experiments.rose_cells import Measured
 
 Part = Literal["cells", "live", "borrowed", "pool"]
 
@@ -140,13 +144,18 @@ def main() -> dict[str, Any] | None:
     facts |= {"slo": measured.slo, "harvest": measured.harvest, "a_a": measured.a_a, **measured.facts}
     result = report("rose", config, {"seconds": round(time.monotonic() - start, 1), **facts})
     if config.figure is not None and measured.slo:
-        from experiments.rose_figures import draw_cells
-
-        draw_cells(
-            config.figure, measured.slo, measured.limits, measured.harvest, measured.timeline, tier="paced, H100, 8B"
-        )
+        draw(config, measured)
     print(as_table(result), file=sys.stderr)
     return result
+
+
+def draw(config: RoseConfig, measured: Measured) -> None:
+    from experiments.rose_figures import draw_cells
+
+    assert config.figure is not None
+    one = profile(config.profile)
+    tier = f"paced, {one.device.name}, {one.shape.name}"
+    draw_cells(config.figure, measured.slo, measured.limits, measured.harvest, measured.timeline, tier=tier)
 
 
 def others(config: RoseConfig) -> dict[str, Any]:

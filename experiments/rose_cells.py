@@ -132,8 +132,7 @@ class _Bench:
         for cell, run in Bar(mine, desc="serving alone", unit="run", disable=rank > 0):
             self._alone[cell, run] = found = self._process.run(config.arrivals(cell, run), None, seed=run)
             results.append(self._result(cell, ALONE, run, found, rolled))
-        margin = sum(one.busy_s for one in self._alone.values()) / sum(one.paced_s for one in self._alone.values()) - 1
-        margin = max(0.0, *launch.gather(self._world, margin, float))
+        margin = max(0.0, *launch.gather(self._world, self._margin(), float))
         self._times = replace(self._times, margin=margin)
         alone = self._gathered(results)
         rate = statistics.mean(launch.gather(self._world, rolled.lent.num_tokens / rolled.seconds, float))
@@ -150,6 +149,11 @@ class _Bench:
             results.append(self._result(cell, policy, run, found, rolled))
         self._sum_up(measured, alone, self._gathered(results), slos, rate)
         measured.facts["margin"] = short(margin)
+
+    def _margin(self) -> float:
+        """Share by which serving alone was slower here than paced; 0 on a rank without runs."""
+        alone = self._alone.values()
+        return sum(one.busy_s for one in alone) / sum(one.paced_s for one in alone) - 1 if alone else 0.0
 
     def _gathered(self, results: list[_Result]) -> list[_Result]:
         return [one for part in launch.gather(self._world, results, list[_Result]) for one in part]

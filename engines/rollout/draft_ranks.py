@@ -48,12 +48,14 @@ class DraftRanks:
         self._links: list[LiveLink] = []
         self._loop: DraftLoop | None = None
         self.counts: dict[str, float] = {}
-        """Of this rank's last drafting: guesses, those in vain, and the most at once less 2 w - 1."""
+        """Of this rank's last drafting: guesses, those in vain, and the most at once less 2 w - 1; empty once the rank
+        has another place."""
 
     def connect(self, layout: Layout, spec: ReplicaSpec, vocab_size: int) -> RemoteDrafter | None:
         """Returns the drafter of a rollout replica's first rank; None where the layout has no draft ranks. Closes the
         links of the layout before."""
         self._close_links()
+        self.counts = {}
         ranks = drafters_of(layout, spec)
         if not ranks:
             return None
@@ -100,14 +102,13 @@ class DraftRanks:
 
 
 class DraftLoop:
-    """The thread of a rank that drafts. If the drafter fails, the verifiers decode plainly."""
+    """The thread of a rank that drafts. If the drafter fails, the verifiers decode plainly until `stop`."""
 
     def __init__(self, server: Server, desk: Desk, price: Callable[[Items[DraftPass]], float] | None) -> None:
         """`price`: see `Pace.draft`; a pass that takes less time waits until it has passed."""
         self._server, self._desk, self._price = server, desk, price
         self._has_ended, self._end = False, 0.0
-        for peer in server.peers():
-            self._send(peer, [Serves(is_so=True)])
+        self._say_to_all(is_so=True)
         self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
         self._thread.start()
 
@@ -115,8 +116,7 @@ class DraftLoop:
         self._has_ended = True
         self._server.wake()
         self._thread.join()
-        for peer in self._server.peers():
-            self._send(peer, [Serves(is_so=False)])
+        self._say_to_all(is_so=False)
         desk = self._desk
         return {"num_drafted": desk.num_drafted, "num_wasted": desk.num_wasted, "most_over": desk.most_over}
 
@@ -129,11 +129,19 @@ class DraftLoop:
                 if not self._has_ended:
                     self._draft(start if was_busy else time.monotonic())
         except Exception as error:
+            self._say_to_all(is_so=False)
             warnings.warn(f"a draft rank has failed ({error}); its verifiers decode plainly", stacklevel=2)
-            self._server.close("its drafter has failed")
         finally:
             with contextlib.suppress(Exception):  # the drafter itself may be what has failed
                 self._desk.clear()
+        with contextlib.suppress(Exception):  # or the server
+            self._refuse()
+
+    def _refuse(self) -> None:
+        while not self._has_ended:
+            notice = self._server.receive(_POLL_S)
+            if isinstance(notice, Joined):
+                self._send(notice.peer, [Serves(is_so=False)])
 
     def _hear(self) -> None:
         notice = self._server.receive(0.0 if self._desk.has_work else _POLL_S)
@@ -157,6 +165,10 @@ class DraftLoop:
             time.sleep(max(0.0, self._end - time.monotonic()))
         for peer, posts in answers.items():
             self._send(peer, posts)
+
+    def _say_to_all(self, *, is_so: bool) -> None:
+        for peer in self._server.peers():
+            self._send(peer, [Serves(is_so=is_so)])
 
     def _send(self, peer: str, posts: Items[ToVerifier | Serves]) -> None:
         if posts:

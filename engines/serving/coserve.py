@@ -88,7 +88,9 @@ class CoServing:
         self._waiting: dict[SequenceId, float] = {}
         """Since when sequences of the rollout wait to enter a pass."""
         self._delayed_s = 0.0
-        """See `ServingView.delayed_s`."""
+        """See `ServingView.delayed_s`; of the gaps that have ended."""
+        self._delayed_before_s = 0.0
+        """See `ServingView.delayed_before_s`."""
         self._kept_waiting: float | None = None
         """Since when the serving model has had work, and has not stepped; None without work."""
         self._progressed: float | None = None
@@ -141,6 +143,7 @@ class CoServing:
             self._kept_waiting = None
         elif self._kept_waiting is None:
             self._kept_waiting = min(now, self.times.first_queued(now))
+        self._note_queue(now)
         if self._rollout.replica.has_work and self._may_step(now):
             return "rollout"
         return "serving" if self.serves else None
@@ -154,6 +157,7 @@ class CoServing:
             if self._kept_waiting is not None:
                 self._delayed_s += max(0.0, start - self._kept_waiting)
             self._kept_waiting = now if self.serves else None
+            self._note_queue(now)
         else:
             self.lent.num_steps += 1
             self.lent.num_tokens += output.num_sampled
@@ -175,9 +179,16 @@ class CoServing:
         scheduler = self._rollout.replica.scheduler
         if not can_step(scheduler):
             return False
-        delayed_s = self._delayed_s + (0.0 if self._kept_waiting is None else now - self._kept_waiting)
-        view = self.times.view(now, delayed_s)
+        view = self.times.view(now, self._delayed_until(now), self._delayed_before_s)
         return self._admission.admits(view, self._seconds(next_step(scheduler)))
+
+    def _delayed_until(self, now: float) -> float:
+        return self._delayed_s + (0.0 if self._kept_waiting is None else now - self._kept_waiting)
+
+    def _note_queue(self, now: float) -> None:
+        """Not after a step of the rollout: requests that came during it are not known yet."""
+        if not self.times.has_queue:
+            self._delayed_before_s = self._delayed_until(now)
 
     def _drop_stalled(self, now: float) -> None:
         """Lets go of sequences that have made no progress for `stall_s`."""

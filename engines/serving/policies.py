@@ -30,9 +30,13 @@ class ServingView:
     """Of the sequences that decode: when each got its last token."""
     num_context_tokens: int
     """Tokens of the sequences that decode, in all."""
+    busy_at: float
+    """When the serving model had work last: `now` while it has some; -inf before the first request."""
     delayed_s: float
     """Since the beginning, the seconds in which the serving model had work, and no step of it ran. While it is alone
     these are the gaps between its steps."""
+    delayed_before_s: float
+    """`delayed_s` before the step in which the first of the queue came; without a queue, as it is now."""
 
 
 class AdmissionPolicy(Protocol):

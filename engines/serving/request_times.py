@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from engines.replica.schedule import Sequence
@@ -20,9 +21,17 @@ class RequestTimes:
         """Of these, the ones of which a part is computed: their tokens in all."""
         self._last: dict[SequenceId, tuple[float, int]] = {}
         """Of those that decode: when each got its last token, and its length then."""
+        self._busy_at = -math.inf
+        """When the last sequence came, or the last step ended."""
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether a sequence has no token yet."""
+        return bool(self._queued)
 
     def arrived(self, state: SequenceState, now: float) -> None:
         self._queued[state.sequence_id] = QueuedRequest(arrived=now, num_tokens=len(state.tokens))
+        self._busy_at = max(self._busy_at, now)
 
     def left(self, sequence_id: SequenceId) -> None:
         """One that has left already is no error."""
@@ -32,6 +41,7 @@ class RequestTimes:
 
     def stepped(self, running: Iterable[Sequence], now: float) -> None:
         """Notes what was computed, and who has got tokens, in a step that ended at `now`."""
+        self._busy_at = now
         preempted, self._begun = self._begun, {}
         for sequence in running:
             state = sequence.state
@@ -56,11 +66,13 @@ class RequestTimes:
         """Returns when the first of those without a token arrived; without any, `default`."""
         return next((one.arrived for one in self._queued.values()), default)
 
-    def view(self, now: float, delayed_s: float) -> ServingView:
+    def view(self, now: float, delayed_s: float, delayed_before_s: float) -> ServingView:
         return ServingView(
             now=now,
             queued=tuple(self._queued.values()),
             last_token_times=tuple(last for last, _ in self._last.values()),
             num_context_tokens=sum(length for _, length in self._last.values()),
+            busy_at=now if self._queued or self._last else self._busy_at,
             delayed_s=delayed_s,
+            delayed_before_s=delayed_before_s,
         )

@@ -203,7 +203,7 @@ class DualSLO:
         return all(slack >= least for slack in prefill_slacks(view, self.ttft_s, self.times, self.form))
 
 
-@dataclass
+@dataclass(frozen=True)
 class QueueDebt:
     """An `AdmissionPolicy` that also bounds what the rollout delays a queue in all: not in the paper.
 
@@ -217,13 +217,9 @@ class QueueDebt:
 
     also: AdmissionPolicy
     most_s: float
-    _delayed_s: float | None = None
-    """`ServingView.delayed_s` when no request was queued."""
 
     def admits(self, view: ServingView, seconds: float) -> bool:
-        if self._delayed_s is None or not view.queued:
-            self._delayed_s = view.delayed_s
-        elif view.delayed_s - self._delayed_s + seconds > self.most_s:
+        if view.queued and view.delayed_s - view.delayed_before_s + seconds > self.most_s:
             return False
         return self.also.admits(view, seconds)
 

@@ -17,6 +17,8 @@ from engines.sequence import SamplingParams, SequenceKey, SequenceState, Work
 from engines.serving.coserve import CoServing, CoServingLimits, Neighbour, Turn
 from engines.serving.engine_thread import EngineThread, Event, Job, Left
 from engines.serving.policies import MemoryView, ServingView
+from research.rose.admission import QueueDebt
+from research.rose.baselines import IdleFor
 from research.rose.memory import ServingFirst, SharingOptions, StaticSplit
 from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
 
@@ -141,7 +143,7 @@ class World:
         replica = self.serving.replica
         computed = {one.state.sequence_id: one.num_computed for one in replica.scheduler.running}
         states = sorted(replica.states(), key=lambda state: state.key.prompt_uid)  # by their arrival
-        view = self.coserving.times.view(self.now, 0.0)
+        view = self.coserving.times.view(self.now, 0.0, 0.0)
         assert [one.num_tokens for one in view.queued] == [
             len(state.tokens) - computed.get(state.sequence_id, 0) for state in states if not state.num_generated
         ]
@@ -298,14 +300,44 @@ def test_serving_is_delayed_while_it_has_work_and_does_not_step() -> None:
     assert turns.seen[-1][1] == pytest.approx(0.003 + 0.01 * rolled + 0.001 * gaps), "nothing is delayed without work"
 
 
+def test_what_happens_while_no_step_of_the_rollout_waits_counts_for_policies() -> None:
+    """They are not asked then, and see it in the next view all the same."""
+
+    def served_between_two_rollouts(admission: object) -> World:
+        world = World(admission)
+        world.coserving.begin(world.now)
+        world.roll(10, 3)
+        while world.rollout.replica.has_work:
+            world.step()
+        world.now += 5.0
+        world.serve(10, 30)
+        while world.serving.replica.has_work:
+            world.now += 0.005  # a gap before each step
+            world.step()
+        return world
+
+    world = served_between_two_rollouts(IdleFor(1.0))
+    left, world.now = world.now, world.now + 0.9
+    world.roll(10, 20)
+    assert world.step() is None, "a request was there 0.9 s ago"
+    while (turn := world.step()) is None:
+        pass
+    assert turn == "rollout" and left + 1.0 <= world.now - 0.01 < left + 1.006
+
+    world = served_between_two_rollouts(QueueDebt(Anytime(), 0.105))
+    world.roll(10, 20)
+    world.serve(10, 5)
+    assert [world.step() for _ in range(11)] == ["rollout"] * 10 + ["serving"], "only what delays this queue counts"
+
+
 def test_a_request_that_loses_its_place_must_be_computed_anew() -> None:
     world = World(Never())
     world.serve(100, 5)
     world.step()  # of 64 tokens
     times = world.coserving.times
-    assert [one.num_tokens for one in times.view(world.now, 0.0).queued] == [36]
+    assert [one.num_tokens for one in times.view(world.now, 0.0, 0.0).queued] == [36]
     times.stepped([], world.now)
-    assert [one.num_tokens for one in times.view(world.now, 0.0).queued] == [100]
+    assert [one.num_tokens for one in times.view(world.now, 0.0, 0.0).queued] == [100]
 
 
 def test_serving_steps_while_the_rollout_waits_for_pages_to_its_bound() -> None:

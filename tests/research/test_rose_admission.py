@@ -35,14 +35,22 @@ LINEAR = ServingTimes(
 
 
 def view(
-    queued: list[tuple[float, int]], last: list[float], *, now: float = 0.0, context: int = 0, delayed_s: float = 0.0
+    queued: list[tuple[float, int]],
+    last: list[float],
+    *,
+    now: float = 0.0,
+    context: int = 0,
+    delayed_s: float = 0.0,
+    delayed_before_s: float = 0.0,
 ) -> ServingView:
     return ServingView(
         now=now,
         queued=tuple(QueuedRequest(arrived=arrived, num_tokens=count) for arrived, count in queued),
         last_token_times=tuple(last),
         num_context_tokens=context,
+        busy_at=now if queued or last else -math.inf,
         delayed_s=delayed_s,
+        delayed_before_s=delayed_before_s,
     )
 
 
@@ -344,13 +352,15 @@ def test_a_queue_is_delayed_by_no_more_than_its_debt(step_s: float) -> None:
 
     def ttfts(policy: QueueDebt | DualSLO | None) -> list[float]:
         found, queue, now, left = [], list[tuple[float, int]](), 0.0, list(arrivals)
-        delayed_s = 0.0
+        delayed_s = before_s = 0.0
         while left or queue:
             if not queue:
                 now = max(now, left[0][0]) if policy is None else now
             while left and left[0][0] <= now:
                 queue.append(left.pop(0))
-            if policy is not None and policy.admits(view(queue, [], now=now, delayed_s=delayed_s), 0.3):
+            before_s = before_s if queue else delayed_s
+            seen = view(queue, [], now=now, delayed_s=delayed_s, delayed_before_s=before_s)
+            if policy is not None and policy.admits(seen, 0.3):
                 began, now = now, now + step_s
                 if queue or left[0][0] < now:
                     delayed_s += now - (began if queue else left[0][0])
