@@ -184,7 +184,12 @@ def _parse(architecture: str, raw: _Fields, generation_eos: TokenIds | None, pat
 
 
 def _parse_rope(raw: _Fields, path: Path) -> RopeConfig:
-    merged = {**(raw.rope_scaling or {}), **(raw.rope_parameters or {})}
+    old, new = raw.rope_scaling or {}, raw.rope_parameters or {}
+    if old and new and old != new:
+        raise ValueError(f"{path}: rope_scaling={old} and rope_parameters={new} differ; leave one of them out")
+    merged = new or old
+    if nested := [name for name, value in merged.items() if isinstance(value, dict)]:
+        raise ValueError(f"{path}: rope_parameters for each type of layer are not supported ({', '.join(nested)})")
     try:
         scaling = msgspec.convert(merged, _RopeFields)
     except ValueError as error:

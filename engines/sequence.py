@@ -174,6 +174,7 @@ class SamplingParams:
                 raise ValueError(
                     f"SamplingParams.{name}={getattr(self, name)!r}: must be text, and half a surrogate pair is none"
                 )
+        object.__setattr__(self, "logit_bias", tuple((token, float(bias)) for token, bias in self.logit_bias))
         if 0 < self.temperature < 1e-6:
             raise ValueError(f"SamplingParams.temperature={self.temperature!r}: must be 0 (greedy), or in [1e-6, 1e6]")
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):

@@ -30,6 +30,7 @@ class _Index(Struct, frozen=True):
     weight_map: dict[str, Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,255}$")]]
 
 
+HEAD = "lm_head.weight"
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
@@ -37,13 +38,32 @@ def checkpoint_tensors(directory: str | Path, base_model: str | Path | None = No
     """Yields (name, tensor) for each tensor of a checkpoint in safetensors files, one tensor in memory at a time. For
     an adapter these are its base's, with the adapter merged; `base_model` is as for `base_folder`.
 
-    Raises FileNotFoundError for a missing file, ValueError for a truncated or unreadable one, and as `check_adapter`.
+    Raises FileNotFoundError for a missing file, ValueError for a truncated or unreadable one and for a tied model with
+    a head of its own, and as `check_adapter`.
     """
     check_adapter(directory, base_model)
-    for path in _safetensors_files(base_folder(directory, base_model)):
+    files = _safetensors_files(folder := base_folder(directory, base_model))
+    _check_tied_head(folder, files)
+    for path in files:
         with _opened(path) as file:
             tensors = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - safe_open is no mapping
             yield from _merged(tensors, Path(directory)) if is_adapter(directory) else tensors
+
+
+def _check_tied_head(folder: Path, files: Iterable[Path]) -> None:
+    """Raises ValueError if config.json ties the head to the embedding, and the files have two that differ: transformers
+    then ties neither."""
+    if not (folder / "config.json").is_file() or not ModelConfig.from_pretrained(folder).tie_word_embeddings:
+        return
+    found = []
+    for path in files:
+        with _opened(path) as file:
+            found += [file.get_tensor(name) for name in ("model.embed_tokens.weight", HEAD) if name in file.keys()]  # noqa: SIM118
+    if len(found) == 2 and not torch.equal(*found):
+        raise ValueError(
+            f"model={str(folder)!r}: config.json has tie_word_embeddings=true, but {HEAD!r} is not the embedding; set "
+            "it to false"
+        )
 
 
 @contextmanager
@@ -142,7 +162,7 @@ def checked_weights(weights: Iterable[tuple[str, Tensor]], config: ModelConfig) 
     shapes = logical_shapes(config)
     seen: set[str] = set()
     for name, tensor in weights:
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
+        if name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings):
             continue
         if name not in shapes:
             raise ValueError(f"weights: {name!r} is no parameter of a {config.architecture}")

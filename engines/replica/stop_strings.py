@@ -63,7 +63,8 @@ class StopSearch:
         if find_stop(text, self._stops) >= 0:
             generated = tokens[num_prompt_tokens:]
             free = len(self._detokenize(generated[: self._num_free]).rstrip(_HALF)) if self._num_free else 0
-            return find_stop(self._detokenize(generated), self._stops, free) >= 0
+            if find_stop(self._detokenize(generated), self._stops, free) >= 0:
+                return True
         self._num_halves = self._num_halves + 1 if text.endswith(_HALF) else 0
         if not self._num_halves and text == self._text and (text or not self._detokenize([tokens[-1]] * 2)):
             self._tail.pop()  # a special token: it adds no text, and is not a leading space, which would be dropped

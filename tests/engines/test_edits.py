@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from engines import LLM, SamplingParams
-from engines.sampling.edits import Counts, Edit, Editor, apply_edits
+from engines.sampling.edits import MOST_SPELLINGS, Counts, Edit, Editor, apply_edits
 from engines.sequence import SequenceState, Work
 from tests.checkpoints import EOS as EOS_OF_MODEL
 from tests.engines.test_sampler import columns
@@ -80,6 +80,11 @@ PROCESSORS: dict[str, tuple[dict[str, Any], LogitsProcessor, bool]] = {
     "bias": (
         {"logit_bias": {3: 1.5, 9: -4, EOS: 100}},
         SequenceBiasLogitsProcessor([[[3], 1.5], [[9], -4.0], [[EOS], 100.0]]),
+        True,
+    ),
+    "large integers as bias": (
+        {"logit_bias": {7: 2**63, 8: 10**20}},
+        SequenceBiasLogitsProcessor([[[7], float(2**63)], [[8], 1e20]]),
         True,
     ),
     # vLLM looks for the beginning of a word among the generated tokens only.
@@ -151,6 +156,20 @@ def test_counts_kept_are_counts_made_anew() -> None:
             rest = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
             state.tokens[max(num_same, state.num_prompt_tokens) :] = rest
     assert all(count > 20 for count in seen.values()), seen
+
+
+def test_spellings_are_kept_for_the_words_used_last() -> None:
+    spelled: list[str] = []
+
+    class Counting(Words):
+        def spellings(self, word: str) -> list[list[int]]:
+            spelled.append(word)
+            return super().spellings(word)
+
+    editor = Editor(vocab_size=VOCAB, eos_token_ids=(EOS,), tokenizer=Counting())
+    for words in (["1", "2"], ["2", "1"], [str(number) for number in range(3, MOST_SPELLINGS + 2)], ["1"], ["2"]):
+        editor.edit(make_state(0, PROMPT, SamplingParams(bad_words=words)), None)
+    assert len(spelled) == MOST_SPELLINGS + 1 and spelled[-1] == "2", "only the word whose use was longest ago has gone"
 
 
 def test_a_row_without_edits_keeps_its_bits_and_all_are_processed_after_them() -> None:

@@ -126,6 +126,14 @@ class TestBadInput:
             ({"rms_norm_eps": float("nan")}, "Expected `float` > 0.0 - at `\\$.rms_norm_eps`"),
             ({"rope_parameters": {"rope_theta": "far"}}, "rope_parameters or .*Expected `float \\| null`, got `str`"),
             ({"rope_parameters": {"rope_theta": "\ud800"}}, "rope_parameters or rope_scaling: "),
+            (
+                {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}},
+                "for each type of layer are not supported \\(full_attention\\)",
+            ),
+            (
+                {"rope_scaling": {"type": "linear", "factor": 4.0}},
+                "rope_scaling=.* and rope_parameters=.* differ; leave",
+            ),
             ({"rope_parameters": {"rope_type": "linear"}}, "'linear' wants factor, and one is missing"),
             ({"eos_token_id": ["end"]}, "Expected `int`, got `str` - at `\\$.eos_token_id"),
             ({"head_dim": 7}, "head_dim=7 is odd"),

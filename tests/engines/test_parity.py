@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engines import LLM, SamplingParams
 from engines.config import EngineConfig, ModelConfig
@@ -83,6 +84,20 @@ def test_many_safetensors_files(tmp_path: Path) -> None:
     with torch.no_grad():
         reference = model(torch.tensor([tokens])).logits[0]
     assert (engine_logits(llm, tokens, 100) - reference).abs().max() < 1e-4
+
+
+def test_a_tied_head_is_the_embedding_or_refused(tmp_path: Path) -> None:
+    """transformers ties nothing where a checkpoint has two that differ."""
+    save_checkpoint(tmp_path, "llama2", tie_word_embeddings=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    for difference in (0.0, 0.5):
+        head = weights["model.embed_tokens.weight"] + difference
+        save_file(weights | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        if not difference:
+            LLM(tmp_path, kv_cache_bytes=2**20)
+            continue
+        with pytest.raises(ValueError, match=r"tie_word_embeddings=true, but 'lm_head\.weight' is not the embedding"):
+            LLM(tmp_path, kv_cache_bytes=2**20)
 
 
 def test_earlier_releases_rope_fields(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,20 @@ def test_however_many_special_tokens_lie_inside() -> None:
     completion = complete(tokens, stop="STOP")
     assert completion is not None
     assert (completion.text, completion.finish_reason, len(completion.token_ids)) == ("x", "stop", 505)
+
+
+def test_a_stop_string_that_does_not_count_costs_no_whole_text_for_ever() -> None:
+    """One within the first `min_tokens` tokens lies in the tail until that is behind it."""
+    lengths = []
+
+    def decode(tokens: Items[int]) -> str:
+        lengths.append(len(tokens))
+        return bytes(tokens).decode()
+
+    tokens = [*b"aaa\n", *b"b" * 1000]
+    search = StopSearch(["\n"], decode, [], num_free=10)
+    assert not any(search.hits(tokens[:n], 0) for n in range(1, len(tokens) + 1))
+    assert sum(lengths) < 50 * len(tokens)
 
 
 def test_half_a_character_is_no_replacement_character() -> None:
