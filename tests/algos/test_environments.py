@@ -469,7 +469,7 @@ def test_output_goes_to_stderr(
 def test_each_of_many_calls_has_an_answer_and_nothing_is_left(
     misbehaving: Callable[..., Engine], log: Path, name: str
 ) -> None:
-    engine = misbehaving(name, workers=4, timeout_s=1.0 if name == "Misbehaves" else 3.0)
+    engine = misbehaving(name, workers=4, timeout_s=2.0 if name == "Misbehaves" else 3.0)
     pool, rng, answers = engine.pool, random.Random(0), queue.SimpleQueue()  # type: ignore[var-annotated]
     texts = [rng.choices(["a", "hang", "kill", "fork", "raise"], [80, 5, 5, 5, 5])[0] for _ in range(100)]
     expected = {"a": None, "hang": "timed_out", "kill": "lost", "fork": None, "raise": "raised"}

@@ -30,6 +30,7 @@ from algos.workers.process import WorkerError
 from engines.rollout.prediction import Context
 from engines.sequence import Completion, Span
 from experiments.heddle_predicting import Judged, demonstrated, least_squares, shuffled
+from tests.stopping import stopped
 from tests.worlds import ROOT
 
 TOKENIZED = template_of("draft-1l")
@@ -268,21 +269,21 @@ def test_a_silent_or_killed_process_has_no_estimates_until_it_is_revived(trunk: 
     fit_lengths(trunk, lookups(20))[0].save(saved)
     expected = LengthModel.load(saved, of=trunk).predict(contexts)
     with LengthPredictorProcess(trunk, saved, PredictorConfig(timeout_s=1.0)) as predictor:
-        os.kill(predictor.pid, signal.SIGSTOP)
-        silent = [replies.ask(predictor, contexts) for _ in range(3)]
-        replies.wait(3)
-        assert not predictor.is_lost
-        os.kill(predictor.pid, signal.SIGCONT)  # now it answers what nobody waits for any more
+        with stopped(predictor.pid):
+            silent = [replies.ask(predictor, contexts) for _ in range(3)]
+            replies.wait(3)
+            assert not predictor.is_lost
+        # Now it answers what nobody waits for any more.
         last = silent[-1]
         while are_nan(replies.found[last][0], len(contexts)):
             last = replies.ask(predictor, contexts)
             replies.wait(1)
         np.testing.assert_allclose(replies.found[last][0], expected, atol=1e-6)
-        os.kill(predictor.pid, signal.SIGSTOP)  # so that it is killed with asks that it has not answered
-        killed = [replies.ask(predictor, contexts) for _ in range(5)]
-        refitted = predictor.fit(lookups(20))
-        os.kill(predictor.pid, signal.SIGKILL)
-        replies.wait(5)
+        with stopped(predictor.pid):  # so that it is killed with asks that it has not answered
+            killed = [replies.ask(predictor, contexts) for _ in range(5)]
+            refitted = predictor.fit(lookups(20))
+            os.kill(predictor.pid, signal.SIGKILL)
+            replies.wait(5)
         with pytest.raises(WorkerError, match="cannot be fitted"):
             refitted.result(timeout=60)
         assert predictor.is_lost
@@ -290,6 +291,7 @@ def test_a_silent_or_killed_process_has_no_estimates_until_it_is_revived(trunk: 
         replies.wait(1)
         assert all(are_nan(replies.found[number][0], len(contexts)) for number in silent + killed)
         pid = predictor.pid
+        predictor.config = PredictorConfig()  # a process's first answer may take longer than a second
         predictor.revive()
         assert predictor.pid != pid and predictor.is_fitted and not predictor.is_lost
         last = replies.ask(predictor, contexts)
@@ -302,13 +304,13 @@ def test_a_process_that_does_not_read_is_given_up(trunk: Path, tmp_path: Path):
     """An ask does not wait for it, even when no more bytes fit into the connection."""
     contexts, replies = contexts_of(3) * 400, Replies()
     with LengthPredictorProcess(trunk, tmp_path / "predictor", PredictorConfig(timeout_s=1.0)) as predictor:
-        os.kill(predictor.pid, signal.SIGSTOP)
-        for _ in range(2):
-            replies.ask(predictor, contexts)
-        assert not any(replies.found.values())
-        replies.wait(2)
-        while not predictor.is_lost:
-            time.sleep(0.01)
+        with stopped(predictor.pid):
+            for _ in range(2):
+                replies.ask(predictor, contexts)
+            assert not any(replies.found.values())
+            replies.wait(2)
+            while not predictor.is_lost:
+                time.sleep(0.01)
         replies.check_once(predictor)
 
 

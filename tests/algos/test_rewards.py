@@ -276,7 +276,7 @@ def test_a_hang_is_killed_and_the_worker_restarted(
         monkeypatch.setattr("algos.workers.process._END_S", 0.5)
     log = tmp_path / "log"
     is_hang = culprit not in ("close", "daemon, os._exit", "daemon, kill guard")  # these are found out at once
-    runner = make("misbehaves", chunk_size=2, timeout_s=0.8 if is_hang else 60.0)
+    runner = make("misbehaves", chunk_size=2, timeout_s=2.0 if is_hang else 60.0)
     texts = ["a", "b", culprit, "c", "d"]
     result = score(runner, texts, log=[str(log)] * 5)
     assert result.rewards == [1.0, 1.0, 0.0, 0.0, 1.0]
@@ -401,7 +401,7 @@ def test_async_chunks_run_at_the_same_time(make: Callable[..., RewardRunner]) ->
 
 
 def test_async_failures_cost_only_their_chunks(make: Callable[..., RewardRunner]) -> None:
-    runner = make("misbehaves_async", chunk_size=2, timeout_s=0.8)
+    runner = make("misbehaves_async", chunk_size=2, timeout_s=2.0)
     (pid,) = set(score(runner, ["x"] * 4).rewards)
     result = score(runner, ["a", "raise", "b", "c", "hang", "d"])
     # The limit cancels a coroutine; its process lives on.
@@ -412,7 +412,7 @@ def test_async_failures_cost_only_their_chunks(make: Callable[..., RewardRunner]
 @pytest.mark.parametrize("culprit", ["block", "exit", "stubborn"])
 def test_an_async_function_that_ruins_its_loop(make: Callable[..., RewardRunner], culprit: str) -> None:
     """The calls that ran beside it are made again, each alone."""
-    runner = make("misbehaves_async", chunk_size=2, timeout_s=0.8)
+    runner = make("misbehaves_async", chunk_size=2, timeout_s=2.0)
     result = score(runner, ["a", "b", "c", culprit, "d", "e"])
     assert [value > 0 for value in result.rewards] == [True, True, False, False, True, True]
     assert result.failed.total() == 2

@@ -11,7 +11,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from engines import LLM, SamplingParams
+from engines.control.transport import Client
 from engines.coordination.policies import OnDemand
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.fleet.fleet import Fleet
@@ -31,6 +32,7 @@ from tests.engines.test_coserving import RandomCuts, Sometimes
 from tests.engines.test_fleet import OPTIONS, PARAMS, PROMPTS, states, tokens_of
 from tests.lending import Lending, lending
 from tests.serving import until
+from tests.stopping import stopped
 from tests.worlds import ROOT, Python
 
 pytestmark = pytest.mark.usefixtures("forked_replicas")
@@ -226,7 +228,7 @@ def test_a_serving_process_that_is_killed_loses_no_token(
 ) -> None:
     with server(text_model, str(folders[0])) as (process, url):
         policy = Losing(process.kill)
-        with Fleet(folders[0], num_replicas=1, schedule_policy=policy, patience_s=5.0, **OPTIONS) as fleet:
+        with Fleet(folders[0], num_replicas=1, schedule_policy=policy, patience_s=60.0, **OPTIONS) as fleet:
             policy.borrowed = fleet.borrow(url).id
             fleet.wait_for_replicas(2)
             assert tokens_of(fleet.roll_out(states(0))) == alone[0]
@@ -241,7 +243,7 @@ from engines.sequence import SamplingParams
 from tests.engines.test_fleet import OPTIONS, states
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
-with Fleet(sys.argv[1], num_replicas=0, patience_s=1.0, **OPTIONS) as fleet:
+with Fleet(sys.argv[1], num_replicas=0, patience_s=60.0, **OPTIONS) as fleet:
     fleet.borrow(sys.argv[2])
     fleet.roll_out([replace(one, params=LONG) for one in states(0)])
 """
@@ -258,19 +260,37 @@ class Some:
         return self.left > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, "its connection was closed without a goodbye"), (signal.SIGSTOP, "silent for")],
+)
 def test_a_job_that_dies_or_hangs_ends_the_loan(
-    text_model: str, folders: dict[int, Path], served: list[list[int]], number: signal.Signals
+    text_model: str,
+    folders: dict[int, Path],
+    served: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    words: str,
 ) -> None:
-    admission = Some(20)
+    admission, joined = Some(20), list[Client]()
+
+    def join(*arguments: Any, **options: Any) -> Client:
+        joined.append(Client(*arguments, **options))
+        return joined[0]
+
+    monkeypatch.setattr("engines.serving.lending.Client", join)
     with (
         lending(text_model, str(folders[0]), admission=admission, stall_s=30.0) as lent,
         Python(["-c", JOB, str(folders[0]), lent.running.url]) as job,
     ):
         until(lambda: admission.left <= 0, "the rollout has begun")
         assert lent.engine.replica.num_sequences
-        os.kill(job.pid, number)
-        lent.check_all_is_back()
+        joined[0]._patience_s = 1.0  # until here it has the job's, in which a slow one is not lost
+        if number == signal.SIGKILL:
+            os.kill(job.pid, number)
+        with stopped(job.pid) if number == signal.SIGSTOP else nullcontext():
+            lent.check_all_is_back()
+        assert words in lent.lender.status()["last_end"]
         check_serves(lent, served)
 
 

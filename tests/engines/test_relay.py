@@ -475,17 +475,18 @@ def pull_in_a_world(model: str) -> list[Any]:
     world = groups.world
     with relay_in_thread() as here:
         address = world.broadcast_bytes(here.address.encode() if world.rank == 0 else None).decode()
-        relay = Relay(address, TOKEN, patience_s=5.0, timeout_s=1.0)
+        relay = Relay(address, TOKEN, patience_s=30.0, timeout_s=1.0)
+        patient = replace(relay, timeout_s=30.0)
         errors = [error_of(lambda: llm.update_weights(source=relay))]
         flat = FlatModel.of(llm.model_config, logical_shapes(llm.model_config))
         held = {name: Held(0, tensor.reshape(-1)) for name, tensor in checkpoint_tensors(model) if name in flat.shapes}
         pusher = None
         if world.rank == 0:
-            pusher = Pusher(relay, flat, lambda: held, dtype="float32", session="s")
+            pusher = Pusher(patient, flat, lambda: held, dtype="float32", session="s")
             pusher.push(3)
         errors.append(error_of(lambda: llm.update_weights(source=relay, version=Version("s", 4))))
         errors.append(error_of(lambda: llm.generate(PROMPTS, PARAMS)))
-        checksum = llm.update_weights(source=relay)
+        checksum = llm.update_weights(source=patient)
         tokens = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS, prompt_uids=range(len(PROMPTS)))]
         errors.append(error_of(lambda: llm.update_weights([], 1, source=relay)))
         errors.append(error_of(lambda: llm.update_weights(source=relay, version=3)))

@@ -47,12 +47,12 @@ def relay(closing: Any) -> Any:
     return closing(RelayInThread())
 
 
-def connections() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name == "control-transport"]
+def connections() -> set[threading.Thread]:
+    return {one for one in threading.enumerate() if one.name == "control-transport"}
 
 
 def test_connections_that_were_lost_leave_nothing_behind(relay: RelayInThread) -> None:
-    before = len(connections())
+    before = connections()
     trainer, replica = Trainer(BASE, relay.relay), Replica(BASE, 2, relay.relay)
     for number in range(3):
         version = trainer.push(number)
@@ -67,12 +67,12 @@ def test_connections_that_were_lost_leave_nothing_behind(relay: RelayInThread) -
     trainer.finish()
     trainer.close()
     replica.close()
-    assert len(connections()) == before
+    assert connections() - before == {relay._server._loop._thread}, "the relay's own"
 
 
 def test_a_pusher_that_is_closed_says_so_and_leaves_nothing(relay: RelayInThread, closing: Any) -> None:
     """Before, while and after it pushes; the second rank does not push, so that the first one's push does not end."""
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for moment in ("before", "while", "after"):
         trainer = Trainer(BASE, relay.relay)
         first = trainer.pushers[0]
@@ -88,12 +88,12 @@ def test_a_pusher_that_is_closed_says_so_and_leaves_nothing(relay: RelayInThread
             if moment != "while":
                 first.push(2)
             first.finish()
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before
 
 
 def test_a_pusher_that_is_closed_while_it_joins_leaves_no_connection(relay: RelayInThread) -> None:
     relay.close()
-    before = threading.active_count()
+    before = set(threading.enumerate())
     trainer = Trainer(BASE, relay.relay, ranks=1)
     trainer.push(1)
     while not connections():
@@ -106,7 +106,7 @@ def test_a_pusher_that_is_closed_while_it_joins_leaves_no_connection(relay: Rela
     closer.join()
     trainer.pushers[0]._thread.join()
     relay.close()
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before
 
 
 def test_a_relay_that_dies_later_gets_the_last_version_again(relay: RelayInThread, closing: Any) -> None:

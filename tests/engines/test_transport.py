@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -25,6 +26,7 @@ import zmq
 from engines.control.ends import Joined, Lost, Notice, Received
 from engines.control.sealing import BEAT, BYE, DATA, HELLO, MAX_BYTES, REFUSED, WELCOME, Message, Seal, new_token
 from engines.control.transport import REASONS, Client, Server
+from tests.stopping import stopped
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = new_token()
@@ -46,9 +48,11 @@ def client(server: Server) -> Iterator[Client]:
         yield client
 
 
-def refuses(use: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConnectionError, match=words):
+def refuses(use: Callable[[], object], words: str) -> str:
+    """What the error says, in which these words are."""
+    with pytest.raises(ConnectionError, match=words) as error:
         use()
+    return str(error.value)
 
 
 def next_of(end: Any) -> Any:
@@ -399,7 +403,7 @@ def test_a_client_believes_no_stranger() -> None:
     seal, noise, clients = Seal(TOKEN, is_server=True), random.Random(0), []
 
     def run() -> None:
-        clients.append(Client("rank-0", f"tcp://127.0.0.1:{port}", TOKEN, interval_s=0.1, patience_s=2.0))
+        clients.append(Client("rank-0", f"tcp://127.0.0.1:{port}", TOKEN, **TIMES))
 
     try:
         thread = threading.Thread(target=run)
@@ -503,13 +507,12 @@ client.receive(60)
         try:
             joined(server, "rank-0")
             assert next_of(server) == Received(peer="rank-0", payload=b"tick")
-            process.send_signal(signal.SIGSTOP)
             seen: list[Notice] = []
-            while not isinstance(notice := next_of(server), Lost):
-                seen.append(notice)
+            with stopped(process.pid):
+                while not isinstance(notice := next_of(server), Lost):
+                    seen.append(notice)
             assert set(seen) <= {Received(peer="rank-0", payload=b"tick")}
             assert notice.reason.startswith("silent for ")
-            process.send_signal(signal.SIGCONT)
             told = read_line(process)
             assert told == f"{server.address} dropped 'rank-0': {notice.reason}; join anew as a new Client\n"
             joined(server, "rank-0")
@@ -561,21 +564,28 @@ def remote() -> Iterator[tuple[str, subprocess.Popen[str]]]:
 def test_a_server_that_is_gone_is_named(remote: tuple[str, subprocess.Popen[str]], how: signal.Signals) -> None:
     """A dead one by its connection, long before the patience is at its end; a stopped one by its silence."""
     address, process = remote
-    patience_s, words = (600.0, "its connection was closed") if how == signal.SIGKILL else (2.0, r"silent for 2\.\d s")
-    with closing(Client("rank-0", address, TOKEN, interval_s=0.1, patience_s=patience_s)) as client:
+    words = "its connection was closed" if how == signal.SIGKILL else r"silent for (\d+\.\d) s"
+    with closing(Client("rank-0", address, TOKEN, interval_s=0.1, patience_s=600.0)) as client:
         client.send(b"there?")
         assert client.receive(WAIT_S) == b"there?"
-        process.send_signal(how)
-        refuses(lambda: client.receive(WAIT_S), f"{address}: {words}")
+        if how == signal.SIGSTOP:
+            with stopped(process.pid):
+                client._patience_s = 2.0  # it may have been slow before
+                error = refuses(lambda: client.receive(WAIT_S), f"{address}: {words}")
+        else:
+            process.send_signal(how)
+            error = refuses(lambda: client.receive(WAIT_S), f"{address}: {words}")
         refuses(lambda: client.send(b""), words)
+        assert how == signal.SIGKILL or float(re.findall(words, error)[0]) >= 2.0
 
 
 def test_nobody_there() -> None:
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConnectionError, match=rf"{address}: silent for 0\.\d s; is the coordinator running"):
-            Client("rank-0", address, TOKEN, interval_s=0.1, patience_s=0.3)
+        words = rf"{address}: silent for (\d+\.\d) s; is the coordinator running"
+        error = refuses(lambda: Client("rank-0", address, TOKEN, interval_s=0.1, patience_s=0.3), words)
+        assert float(re.findall(words, error)[0]) >= 0.3
 
 
 # ---- A hundred thousand bad messages

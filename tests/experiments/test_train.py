@@ -28,7 +28,7 @@ from experiments.config import parse
 from experiments.run_folder import lock_folder
 from experiments.training_checks import MAY_CHANGE
 from tests.test_docs import FILES
-from tests.worlds import ROOT, Python, refused_by, run_main, run_python, start_ranks
+from tests.worlds import ROOT, Python, get_ready, refused_by, run_main, run_python, start_ranks
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SCRIPT = str(ROOT / "experiments/train.py")
@@ -323,6 +323,24 @@ def kill(arguments: list[str], rank: int, moment: Callable[[], bool]) -> None:
         ranks[rank].kill()
 
 
+HELD = """
+import time
+from experiments import launch, train
+from experiments.run_folder import RunFolder
+
+write_digests = RunFolder._write_digests
+
+def hold(self, partial):
+    if partial.name == ".step-4.partial":
+        time.sleep(600)
+    write_digests(self, partial)
+
+RunFolder._write_digests = hold
+launch.run(train.main)
+"""
+"""The command, which does not publish the checkpoint of step 4: it is killed before."""
+
+
 def rolling_out_step_four(folder: Path) -> bool:
     """At its first completion: the policy that samples step 4 has learned three steps."""
     # As bytes: a line that is still being written may end within a character.
@@ -339,7 +357,7 @@ def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted:
     name = moment.__name__
     arguments = ["--name", name, "--deterministic", "--reward", reward]
     folder = runs / name
-    kill([SCRIPT, *small(model, runs, *arguments)], rank, lambda: moment(folder))
+    kill(["-c", HELD, *small(model, runs, *arguments)], rank, lambda: moment(folder))
     assert (folder / "checkpoints/latest").read_text() == "step-2"
     # A kill can also tear a line in two; the resumed run drops it.
     with open(folder / "metrics.jsonl", "a") as file:
@@ -434,6 +452,7 @@ def end_ranks(
     started: list[str], mark: str, moment: Callable[[], bool], number: int = signal.SIGTERM
 ) -> tuple[int, str]:
     """As what has started them does, which gets the signal itself (test_launch.py)."""
+    get_ready()  # what forks the ranks must not have the mark itself
     with pytest.MonkeyPatch.context() as given:
         given.setenv(*mark.split("="))
         with start_ranks([*started, "--ranks", "2"], 2) as ranks:
@@ -550,7 +569,7 @@ def test_three_steps_by_each_algorithm(model: Path, tmp_path: Path, reward: str,
     for row in rows:
         assert row["actor/skipped_steps"] == 0 and row["actor/num_steps"] == 2 and row["actor/grad_norm"] > 0
         assert not [name for name in row if name.startswith("val-")]
-    assert not (folder / "checkpoints").exists()
+    assert not (folder / "checkpoints").exists() and not (folder / "journal").exists()
     assert result["figures"] == [] and not (folder / "figures").exists()
     given = json.loads((folder / "config.json").read_text())["algorithm"]
     assert algo != "dr-grpo" or (given["normalise_std"], given["loss_aggregation"]) == (False, "constant-length")
@@ -626,9 +645,27 @@ class TestBadInput:
             ),
             (["--dispatch", "nowhere.py:Policy"], "dispatch='nowhere.py:Policy': there is no file 'nowhere.py'"),
             (["--dispatch", "oracle"], "dispatch='oracle': give auto, heddle, static, on-demand,"),
-            (["--dispatch", "on-demand", "--chunk-tokens", "16"], "chunk_tokens=16: --dispatch on-demand does not"),
-            (["--chunk-tokens", "16"], "chunk_tokens=16: --dispatch auto does not divide; give one of divided,"),
+            (["--dispatch", "on-demand", "--chunk-tokens", "16"], "chunk_tokens=16: has no effect with --dispatch on-"),
+            (["--chunk-tokens", "16"], "chunk_tokens=16: has no effect with --dispatch auto; give divided, divided-in"),
+            (["--order", "length"], "order='length': has no effect with --dispatch auto; give seer, or leave it out"),
+            (
+                ["--dispatch", "divided", "--order", "length"],
+                "order='length': has no effect with --dispatch divided; give seer, or leave it out",
+            ),
+            (
+                ["--dispatch", "on-demand", "--spread", "0"],
+                "spread=0.0: has no effect with --dispatch on-demand; give divided, divided-in-turns, seer, or",
+            ),
+            (["--follow-ups", "0"], "follow_ups=0: has no effect with --dispatch auto; give divided, div"),
             (["--pat.margin", "-1"], "PatOptions.margin=-1.0: must be"),
+            (
+                ["--pat.dwell-s", "1"],
+                "pat: has no effect with --layout-policy none; give pat, or leave it out",
+            ),
+            (
+                ["--rollout.draft-policy", "thresholds"],
+                "draft_policy: EngineConfig.drafter='none' drafts nothing; give a drafter, or leave it out",
+            ),
             (["--rollout.seed", "1"], "rollout.seed"),
             (["--zero-stage", "4"], "zero-stage"),
             (["--no-such-option", "1"], "no-such-option"),

@@ -1,8 +1,11 @@
-"""What processes may leave behind: themselves, shared memory, temporary files."""
+"""What processes may leave behind: themselves, threads, open files, shared memory, temporary files."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +23,16 @@ def assert_nothing_left(pids: Iterable[int], paths: Iterable[Path] = ()) -> None
     while left := [pid for pid in pids if is_alive(pid)] + files_of(pids) + [path for path in paths if path.exists()]:
         assert time.monotonic() < deadline, f"left behind after {GONE_S:g} s, process ids and files: {left}"
         time.sleep(0.05)
+
+
+def all_held() -> set[object]:
+    """This process's threads and open files. What is there after a call and was not before was left by the call, unlike
+    a difference of the counts: what other tests have left may go at any moment."""
+    files = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            files.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return {*threading.enumerate(), *files}
 
 
 def files_of(pids: set[int]) -> list[Path]:

@@ -103,8 +103,14 @@ class _Schedule:
         self._oracle, self._fleet, self._counts, self._small = oracle, fleet, counts, small
         rng = self._rng = random.Random(f"outside/{seed}")
         self._num_replicas = rng.randint(2, 3)
-        self._num_blows = rng.choice([0, 1, 1, 2, 3])
-        """How many replicas may be struck down: dearer than the rest, as each is to be replaced."""
+        kinds = [self._kill, self._kill_all, self._stop, self._stop_for_good, self._cut_off, self._end_politely]
+        num_blows = rng.choice([0, 1, 1, 2, 3])
+        self._blows = [
+            (rng.choices(kinds, weights=[6, 0.7, 3, 0.7, 1, 1])[0], rng.random() < 0.6) for _ in range(num_blows)
+        ]
+        """What strikes a replica, and whether another one is launched then: dearer than the rest, as each is to be
+        replaced. Drawn here, since how much is drawn later depends on the clock."""
+        self._strikes_surely = False
         self._share_acts = rng.choice([0.1, 0.3, 0.6])
         self._faults = Faults(
             rng=rng,
@@ -137,6 +143,9 @@ class _Schedule:
             coordinator.pump(0.02)
         for version in self._versions:
             self._roll_out(version)
+        self._strikes_surely = True
+        while self._blows:
+            self._roll_out(self._versions[-1])
         for pid in list(self._stopped):
             self._go_on(pid)
         self._counts.update(self._faults.counts)
@@ -184,9 +193,12 @@ class _Schedule:
         if caller is None or notice is None:
             return
         self._counts["handed_over"] += num_handed_over(core, notice)
-        if rng.random() > self._share_acts:
-            return
         if core.phase is None:
+            return
+        if self._strikes_surely and self._blows:
+            self._strike()
+            return
+        if rng.random() > self._share_acts:
             return
         act = rng.choices(
             [
@@ -205,14 +217,11 @@ class _Schedule:
         """One replica is killed, stopped or cut off, or all are killed; usually others are launched."""
         pids = self._fleet.launcher.pids()
         self.pids |= set(pids.values())
-        if not pids or not self._num_blows:
+        if not pids or not self._blows:
             return
-        self._num_blows -= 1
-        rng = self._rng
-        replica_id = rng.choice(sorted(pids))
-        kinds = [self._kill, self._kill_all, self._stop, self._stop_for_good, self._cut_off, self._end_politely]
-        rng.choices(kinds, weights=[6, 0.7, 3, 0.7, 1, 1])[0](replica_id, pids)
-        if rng.random() < 0.6 or len(pids) == 1:
+        strike, is_replaced = self._blows.pop(0)
+        strike(self._rng.choice(sorted(pids)), pids)
+        if is_replaced or len(pids) == 1:
             self._launch()
 
     def _launch(self) -> None:

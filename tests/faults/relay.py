@@ -50,11 +50,12 @@ def run_relay_schedules(_: object, seeds: list[int]) -> dict[str, Any]:
         first.wait(LONGEST_S)
     for seed in seeds:
         began = time.monotonic()
-        threads = threading.active_count()
+        threads = set(threading.enumerate())
         schedule = _Schedule(seed, counts)
         try:
             schedule.run()
-            assert threading.active_count() == threads, f"threads are left: {threading.enumerate()}"
+            left = set(threading.enumerate()) - threads
+            assert not left, f"threads are left: {left}"
         except BaseException as error:
             happened = "\n".join(schedule.log)
             raise RuntimeError(
