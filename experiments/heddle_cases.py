@@ -54,6 +54,8 @@ class Case:
     """Seconds here per second of the profile."""
     token_scale: int = 16
     """Tokens of the profile per token here."""
+    gpus_per_host: int | None = None
+    """None: all GPUs are of one host."""
 
     @cached_property
     def lengths(self) -> TrajectoryLengths:
@@ -119,7 +121,8 @@ class Case:
         }
 
     def world(self) -> SimulatedWorld:
-        return SimulatedWorld(pace=self.pace, options=self.options(), cluster={"records_steps": False})
+        cluster = {"records_steps": False, "gpus_per_host": self.gpus_per_host}
+        return SimulatedWorld(pace=self.pace, options=self.options(), cluster=cluster)
 
     def variant(
         self,

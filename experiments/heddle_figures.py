@@ -64,16 +64,16 @@ def _draw_longest(ax: plt.Axes, name: str, run: Rollout, count: int = 24) -> Non
 
 def draw_systems(
     path: Path,
-    done: Mapping[Any, Mapping[str, Any]],
-    models: Items[str],
+    cells: Mapping[Any, Mapping[Any, Mapping[str, Any]]],
     agents: Items[str],
 ) -> Path:
     """Draws what a rollout takes, over Heddle's: systems (Fig. 12), and for 14B schedulers, placements and sizes of
-    replicas (Figs. 14, 15, 16). `done`: of (model, agent, variant)."""
+    replicas (Figs. 14, 15, 16), with their ranges over seeds. `cells`: by model and agent, as `heddle_sim.describe`
+    returns them."""
     panels: dict[str, tuple[str, tuple[str, ...]]] = {
-        f"Fig. 12: {model}": (model, ("verl", "verl*", "slime")) for model in models
+        f"Fig. 12: {model}": (model, ("verl", "verl*", "slime")) for model in cells
     }
-    if "14b" in models:
+    if "14b" in cells:
         panels |= {
             "Fig. 14: schedulers, 14b": ("14b", ("fcfs", "rr", "sjf")),
             "Fig. 15: placements, 14b": ("14b", ("least_load", "cache_aware")),
@@ -83,9 +83,11 @@ def draw_systems(
     for ax, (title, (model, names)) in zip(axes[:, 0], panels.items(), strict=True):
         width = 0.8 / len(names)
         for place, name in enumerate(names):
-            known = [agent for agent in agents if (model, agent, name) in done]
-            over = [done[model, one, name]["seconds"] / done[model, one, "heddle"]["seconds"] for one in known]
-            ax.bar([agents.index(one) + place * width for one in known], over, width, label=name)
+            known = [agent for agent in agents if name in cells[model][agent]["over_heddle"]]
+            over = np.array([cells[model][agent]["over_heddle"][name] for agent in known]).reshape(-1, 3).T
+            ends = np.maximum(0, [over[0] - over[1], over[2] - over[0]])
+            places = [agents.index(one) + place * width for one in known]
+            ax.bar(places, over[0], width, label=name, yerr=ends, error_kw={"linewidth": 0.8})
         ax.axhline(1.0, color="grey", linewidth=0.5)
         ax.set(title=title, ylabel="times Heddle's", xticks=[i + 0.4 - width / 2 for i in range(len(agents))])
         ax.set_xticklabels(agents)

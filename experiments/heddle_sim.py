@@ -11,11 +11,12 @@ cache affinity, hybrid, least load, turns in the order of their coming, and equa
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -58,7 +59,10 @@ SYSTEMS = {"verl": CACHE_AWARE, "verl*": HYBRID, "slime": LEAST_LOAD}
 PRINTED = Tuned(threshold=0.0, skew=32.0)
 """As the paper has the baselines."""
 SCHEDULERS = (FCFS, "rr", SJF)
-Run = tuple[ModelName, AgentName, str]
+BLIND = {"waits_s": 0.0, "patience_s": 0.0}
+"""Options of systems that predict nothing, and so wait for no prediction."""
+Run = tuple[ModelName, AgentName, str, int]
+"""The last is the seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,8 @@ class HeddleSimConfig(ResultOptions):
     """Divides the number of trajectories."""
     seed: WholeNumber = 1
     """Of the lengths; the earlier rollout has the next one."""
+    seeds: Count = 1
+    """Sets of lengths, from `seed` on. Ratios are means over them."""
     processes: Count | None = None
     """Rollouts that are simulated at the same time; by default one per core."""
     figure: Path | None = None
@@ -102,7 +108,13 @@ class Cell:
     def case(self) -> Case:
         shape, tp_size = SHAPES[self.model]
         per_gpu = max(1, PER_REPLICA // tp_size // self.config.shrink)
-        return Case(name=self.agent, shape=shape, per_gpu=per_gpu, token_scale=self.config.token_scale)
+        return Case(
+            name=self.agent,
+            shape=shape,
+            per_gpu=per_gpu,
+            token_scale=self.config.token_scale,
+            gpus_per_host=GPUS_PER_HOST,
+        )
 
     @cached_property
     def num_kv_tokens(self) -> dict[int, int]:
@@ -153,10 +165,12 @@ class Cell:
             case _ if name.startswith("fix"):
                 layout, policy = equal(config.gpus, int(name.removeprefix("fix"))), HEDDLE
             case _ if name in SYSTEMS:
-                layout, policy, options = equal(config.gpus, base), SYSTEMS[name], {"priority": round_robin}
+                layout, policy, options = equal(config.gpus, base), SYSTEMS[name], {"priority": round_robin, **BLIND}
             case "rr":
                 layout, policy = self.allocated([*earlier.values()], errors), HEDDLE
-                options = {"priority": round_robin}
+                options = {"priority": round_robin, "waits_s": 0.0}
+            case "fcfs":
+                layout, options = self.allocated([*earlier.values()], errors), {"waits_s": 0.0}
             case _:
                 layout = self.allocated([*earlier.values()], errors)
         done = self.deployed(layout, config.seed).simulate(policy, PRINTED, errors, **options)
@@ -174,7 +188,7 @@ def equal(num_gpus: int, tp_size: int) -> Layout:
 
 
 def simulate(config: HeddleSimConfig, run: Run) -> dict[str, Any]:
-    return Cell(run[0], run[1], config).roll_out(run[2])
+    return Cell(run[0], run[1], replace(config, seed=run[3])).roll_out(run[2])
 
 
 def runs_of(config: HeddleSimConfig) -> list[Run]:
@@ -186,7 +200,8 @@ def runs_of(config: HeddleSimConfig) -> list[Run]:
             names = [HEDDLE, "oracle", "unequal", "oracle-unequal", *fixed, *SYSTEMS]
             if model == "14b":
                 names += [*SCHEDULERS, LEAST_LOAD, CACHE_AWARE, "unequal-least_load"]
-            runs += [(model, agent, name) for name in names]
+            seeds = range(config.seed, config.seed + config.seeds)
+            runs += [(model, agent, name, seed) for name in names for seed in seeds]
     return runs
 
 
@@ -200,7 +215,7 @@ def main() -> dict[str, Any]:
     if config.figure is not None:
         from experiments.heddle_figures import draw_systems
 
-        draw_systems(config.figure, done, config.models, config.workloads)
+        draw_systems(config.figure, cells, config.workloads)
     parts = {
         part: {model: {agent: one[part] for agent, one in some.items() if one[part]} for model, some in cells.items()}
         for part in ("allocation", "systems", "schedulers", "placement", "tp_sizes")
@@ -209,9 +224,17 @@ def main() -> dict[str, Any]:
 
 
 def describe(done: Mapping[Run, dict[str, Any]], model: ModelName, agent: AgentName) -> dict[str, Any]:
-    """Returns the seconds of all variants over Heddle's."""
-    some = {name: one for (its, whose, name), one in done.items() if (its, whose) == (model, agent)}
-    over = {name: short(one["seconds"] / some[HEDDLE]["seconds"]) for name, one in some.items()}
+    """Returns the seconds of all variants over Heddle's: the means over seeds; in `over_heddle` with the least and the
+    most."""
+    some: dict[str, list[dict[str, Any]]] = {}
+    for (its, whose, name, _), one in done.items():
+        if (its, whose) == (model, agent):
+            some.setdefault(name, []).append(one)
+    ratios = {
+        name: [one["seconds"] / heddle["seconds"] for one, heddle in zip(of_seeds, some[HEDDLE], strict=True)]
+        for name, of_seeds in some.items()
+    }
+    over = {name: short(statistics.fmean(of_seeds)) for name, of_seeds in ratios.items()}
     fixed = {name: over[name] for name in over if name.startswith("fix")}
     known = [over[name] for name in over if name.startswith("oracle-fix")]
     fixed |= {"equal_placed": min(fixed.values()), "unequal": over["unequal"], "oracle": over["oracle"]}
@@ -221,10 +244,14 @@ def describe(done: Mapping[Run, dict[str, Any]], model: ModelName, agent: AgentN
         "systems": {name: over[name] for name in SYSTEMS},
         "schedulers": {name: over[name] for name in SCHEDULERS if name in over},
         "placement": {name: over[name] for name in (LEAST_LOAD, CACHE_AWARE, "unequal-least_load") if name in over},
-        "tp_sizes": some[HEDDLE]["tp_sizes"],
+        "over_heddle": {name: [over[name], short(min(one)), short(max(one))] for name, one in ratios.items()},
+        "tp_sizes": [one["tp_sizes"] for one in some[HEDDLE]],
         "variants": {
-            name: {key: short(value) if isinstance(value, float) else value for key, value in one.items()}
-            for name, one in some.items()
+            name: [
+                {key: short(value) if isinstance(value, float) else value for key, value in one.items()}
+                for one in seeds
+            ]
+            for name, seeds in some.items()
         },
     }
 

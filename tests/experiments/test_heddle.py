@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engines.rollout.telemetry import TurnSpan
@@ -37,13 +38,33 @@ def test_live_ranks_draw_the_same_tokens() -> None:
 @pytest.mark.parametrize(("model", "sizes"), [("14b", (1, 2, 4, 8)), ("32b", (2, 4, 8))])
 def test_simulated_systems_and_allocations(tmp_path: Path, model: str, sizes: tuple[int, ...]) -> None:
     """One GPU does not hold the longest trajectory of 32B."""
-    options = ["--models", model, "--workloads", "search", "--gpus", "8", "--shrink", "25", "--processes", "1"]
+    options = [
+        "--models",
+        model,
+        "--workloads",
+        "search",
+        "--gpus",
+        "8",
+        "--shrink",
+        "25",
+        "--processes",
+        "1",
+        "--seeds",
+        "2",
+    ]
     found = run_main("heddle_sim", [*options, "--figure", str(tmp_path / "figure.png")])
     allocation = found["allocation"][model]["search"]
     others = ["oracle", "oracle_equal", "oracle_unequal", "unequal"]
     assert sorted(allocation) == ["equal_placed", *(f"fix{size}" for size in sizes), *others]
     assert allocation["equal_placed"] == min(allocation[f"fix{size}"] for size in sizes)
-    assert sum(found["tp_sizes"][model]["search"]) == 8
+    assert [sum(sizes) for sizes in found["tp_sizes"][model]["search"]] == [8, 8]
+    cell = found["cells"][model]["search"]
+    for name, (mean, least, most) in cell["over_heddle"].items():
+        ratios = [
+            one["seconds"] / its["seconds"]
+            for one, its in zip(cell["variants"][name], cell["variants"]["heddle"], strict=True)
+        ]
+        np.testing.assert_allclose([mean, least, most], [ratios.mean(), ratios.min(), ratios.max()], rtol=2e-3)
     assert sorted(found["systems"][model]["search"]) == ["slime", "verl", "verl*"]
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
