@@ -50,8 +50,18 @@ from engines.speculation.history import DraftHistory
 from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import DraftPolicy
 
-Prompts = Prompt | Mapping[str, Any] | Items[Prompt | Messages | Mapping[str, Any]]
-"""Prompts, or one: text, token ids, messages, {"prompt": text} or {"prompt_token_ids": ids}."""
+Prompts = str | Mapping[str, Any] | Items[Prompt | Messages | Mapping[str, Any]]
+"""A list of prompts: each is text, token ids, messages, {"prompt": text} or {"prompt_token_ids": ids}. Text or a
+dictionary alone is one prompt; the token ids or the messages of one prompt must be in a list, too."""
+
+
+def _check_prompts(prompts: object) -> None:
+    for index, one in enumerate(prompts if isinstance(prompts, list | tuple) else []):
+        if isinstance(one, int):
+            raise ValueError(
+                f"prompts[{index}]={one!r}: is a token id, and no prompt; put the ids of each prompt in a list of "
+                "their own, as [[40, 41]]"
+            )
 
 
 class LLM:
@@ -259,6 +269,7 @@ class LLM:
         """
         with together(self._world, "generate"):
             self._check_ready()
+            _check_prompts(prompts)
             requests = Requests.read(
                 prompts,
                 sampling_params,
@@ -400,6 +411,7 @@ class LLM:
 
         Raises ValueError for an invalid prompt, which the message names by its index, as `prompts[3]`.
         """
+        _check_prompts(prompts)
         prompts = as_prompts(prompts)
         return [self.chat_template.encode(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 

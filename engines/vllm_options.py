@@ -15,6 +15,11 @@ _NOT_HERE = {
     "swap_space": "give kv_host_bytes, in bytes",
     "tokenizer": "the tokenizer is the checkpoint's",
 }
+_NONE_IS_DEFAULT = {
+    *(_NAMES.keys() | _NOT_HERE.keys()),
+    *("block_size", "enable_chunked_prefill", "enforce_eager", "max_num_batched_tokens", "max_num_seqs"),
+    *("speculative_config", "trust_remote_code"),
+}
 _METHODS = {"draft_model": "model", "model": "model"} | {name: name for name in ("ngram", "suffix", "grouped_suffix")}
 
 
@@ -23,12 +28,11 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
 
     An option of vLLM's that is None is as if it were not given.
     """
-    mine = {
-        _NAMES.get(name, name): value for name, value in options.items() if name not in _NOT_HERE or value is not None
-    }
+    given = {name: value for name, value in options.items() if name not in _NONE_IS_DEFAULT or value is not None}
+    mine = {_NAMES.get(name, name): value for name, value in given.items()}
     for name in mine.keys() & _NOT_HERE.keys():
         raise ValueError(f"LLM: {name}={mine[name]!r}: vLLM's option has no equivalent; {_NOT_HERE[name]}")
-    if "gpu_memory_utilization" in options:
+    if "gpu_memory_utilization" in given:
         mine.setdefault("kv_cache_bytes", "auto")
     if "enforce_eager" in mine:
         mine["cuda_graphs"] = not mine.pop("enforce_eager")

@@ -51,7 +51,8 @@ class ServeConfig:
     max_body_mib: int = 8
     """Longest body of a request; longer ones get 413."""
     max_unread_tokens: int = 4096
-    """Tokens that may wait for a client that reads its stream slowly; with more, its request is aborted."""
+    """Tokens per completion that may wait for a client that reads its stream slowly; with more, its request is
+    aborted."""
     stall_s: float = 30.0
     """Seconds in which a client must send its body, and must take what was sent; else its request is aborted."""
     drain_s: float = 60.0

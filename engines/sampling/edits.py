@@ -6,7 +6,8 @@ does not depend on where or in which pass the token is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +18,10 @@ from torch import Tensor
 from engines.sequence import SequenceState, Tokenizer
 
 _NONE = np.empty((2, 0), dtype=np.int64)
+MOST_SPELLINGS = 2**13
+"""Words whose spellings are kept. More in one step would be spelled again in each."""
+_Spelling = tuple[list[int], int]
+"""The token ids before the last one, and the last one."""
 
 
 class Edit(NamedTuple):
@@ -89,7 +94,11 @@ class Editor:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
-    _spellings: dict[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    _spell: Callable[[str], list[_Spelling]] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        spell = functools.lru_cache(MOST_SPELLINGS)(functools.partial(_spellings, self.tokenizer))
+        object.__setattr__(self, "_spell", spell)
 
     def edit(self, state: SequenceState, counts: Counts | None, draft: Sequence[int] = ()) -> Edit | None:
         """Returns what changes in the row that draws the token behind the sequence's tokens and those of a draft.
@@ -111,15 +120,17 @@ class Editor:
         """Returns the tokens that would complete one of the words that are not generated."""
         found = []
         for word in state.params.bad_words:
-            if word not in self._spellings:
-                assert self.tokenizer is not None
-                self._spellings[word] = self.tokenizer.spellings(word)
-            for *before, last in self._spellings[word]:
+            for before, last in self._spell(word):
                 start = max(state.num_prompt_tokens, len(state.tokens) + len(draft) - len(before))
                 tail = [*state.tokens[start:], *draft]
                 if before == tail[max(0, len(tail) - len(before)) :]:
                     found.append(last)
         return found
+
+
+def _spellings(tokenizer: Tokenizer | None, word: str) -> list[_Spelling]:
+    assert tokenizer is not None
+    return [(list(before), last) for *before, last in tokenizer.spellings(word)]
 
 
 def apply_edits(logits: Tensor, edits: Sequence[Edit | None]) -> Tensor:

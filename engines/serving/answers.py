@@ -13,7 +13,7 @@ from typing import Any
 from engines.sequence import Completion, Ranked
 from engines.serving.engine_thread import Tokens
 from engines.serving.requests import Asked
-from engines.serving.text import TextStream
+from engines.serving.text import TextStream, byte_test
 
 Decode = Callable[..., str]
 _HALF = "\ufffd"
@@ -29,6 +29,7 @@ class Answer:
         prefix, name = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": name, "created": int(time.time()), "model": model}
         self._decode: Decode = (lambda _, **__: "") if tokenizer is None else tokenizer.decode
+        self._is_byte = (lambda _: False) if tokenizer is None else byte_test(tokenizer)
         self._texts: dict[int, TextStream] = {}
         self._offsets: dict[int, int] = {}
         self._num_tokens: dict[int, int] = {}
@@ -100,7 +101,7 @@ class Answer:
     def _text_stream(self) -> TextStream:
         params = self._asked.params
         decode = partial(self._decode, skip_special_tokens=params.skip_special_tokens)
-        return TextStream(decode, params.stop)
+        return TextStream(decode, params.stop, self._is_byte)
 
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"} if self._is_chat else dict(self._head)
@@ -124,11 +125,17 @@ class Answer:
     def _completion_logprobs(
         self, index: int, token_ids: list[int], logprobs: list[float], top_logprobs: list[list[Ranked]]
     ) -> dict[str, Any]:
+        """Of tokens with the same text, `top_logprobs` has the sampled one, or else the most likely one."""
         words, offsets = [self._decode([token]) for token in token_ids], []
         for word in words:
             offsets.append(self._offsets.setdefault(index, 0))
             self._offsets[index] += len(word)
-        top = [{self._decode([token]): value for token, value in _ranked(entry)} for entry in top_logprobs]
+        top = []
+        for word, value, entry in zip(words, logprobs, top_logprobs, strict=True):
+            by_text: dict[str, float] = {}
+            for token, other in _ranked(entry):
+                by_text.setdefault(self._decode([token]), other)
+            top.append(by_text | {word: value})
         return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": words, "top_logprobs": top}
 
     def _chat_logprobs(

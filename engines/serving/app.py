@@ -94,7 +94,7 @@ async def read_body(
 ) -> bytes:
     """Returns the JSON of a request, of at most so many bytes; `count` gets the length of each part. Raises `Refused`,
     also if it has not come within `stall_s` seconds."""
-    if (kind := request.headers.get("content-type", "").partition(";")[0]) != "application/json":
+    if (kind := request.headers.get("content-type", "").partition(";")[0].strip().lower()) != "application/json":
         # A browser sends this type from foreign pages only if the server allows it, which this one does not.
         raise Refused(415, f"Content-Type: {kind!r}: must be application/json")
     too_long = Refused(413, f"the body is longer than {most} bytes, which this server takes at most")

@@ -21,7 +21,8 @@ from engines.serving.refusals import Refused, invalid
 Kind = Literal["completion", "chat"]
 MOST_TOP_LOGPROBS = 20
 _MOST_ENTRIES = {"stop": 16, "bad_words": 128, "stop_token_ids": 1024, "logit_bias": 1024}
-"""Longer lists would slow down each step of all requests."""
+_MOST_CHARACTERS = 200
+"""Of a bad word. Longer lists and words would slow down each step of all requests."""
 
 _SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -143,6 +144,7 @@ def _params(given: Mapping[str, Any], kind: Kind) -> SamplingParams:
             raise invalid(name, f"{name}: must be a list")
         if not isinstance(value, str) and len(value) > most:
             raise invalid(name, f"{name}: has {len(value)} entries; give at most {most}")
+    _check_lengths(options.get("bad_words", []))
     if kind == "chat":
         most = given.get("max_completion_tokens", given.get("max_tokens"))
         if given.get("max_tokens", most) != most:
@@ -154,6 +156,14 @@ def _params(given: Mapping[str, Any], kind: Kind) -> SamplingParams:
         raise invalid(name, f"{name}={num_logprobs}: must be from 0 to {MOST_TOP_LOGPROBS}")
     params: SamplingParams = with_reason(None, lambda: SamplingParams(**options))
     return params
+
+
+def _check_lengths(bad_words: str | list[object]) -> None:
+    for index, word in enumerate([bad_words] if isinstance(bad_words, str) else bad_words):
+        if isinstance(word, str) and len(word) > _MOST_CHARACTERS:
+            start = f"{word[:20]}..."
+            message = f"bad_words[{index}]={start!r}: has {len(word)} characters; give at most {_MOST_CHARACTERS}"
+            raise invalid("bad_words", message)
 
 
 def _biases(given: object) -> dict[int, Any]:

@@ -45,7 +45,8 @@ class ServingLimits:
     max_body_bytes: Count = 8 * 2**20
     """A longer body gets 413."""
     max_unread_tokens: Count = 4096
-    """Tokens that may wait for a client that reads its stream slowly; with more, its request is aborted."""
+    """Tokens per completion that may wait for a client that reads its stream slowly; with more, its request is
+    aborted."""
     stall_s: Seconds = 30.0
     """Seconds in which a client must send its body, and must take what was sent; else its request is aborted."""
     drain_s: Seconds = 60.0
@@ -103,7 +104,8 @@ class Call:
 
     def _keep(self, event: Tokens) -> None:
         self._num_unread += len(event.token_ids)
-        if self._num_unread > self._service.limits.max_unread_tokens and not self.is_stalled:
+        most = self._service.limits.max_unread_tokens * self.num_sequences
+        if self._num_unread > most and not self.is_stalled:
             self.is_stalled = True
             self._service.close(self)  # at once: what writes the answer may be waiting for the client
         if self.is_stalled:
@@ -224,7 +226,9 @@ class Service:
     def _checked(self, params: SamplingParams, tokens: list[int], name: str) -> SamplingParams:
         """Raises ValueError for a prompt that cannot run here."""
         if params.max_tokens is None:
-            params = replace(params, max_tokens=max(1, self.model.max_model_len - len(tokens)))
+            blocks = self.model.replica.scheduler.blocks
+            most = min(self.model.max_model_len, blocks.most_blocks * blocks.block_size)
+            params = replace(params, max_tokens=max(1, most - len(tokens)))
         self.model.replica.check(tokens, params, name)
         return params
 

@@ -169,7 +169,7 @@ def test_spellings_are_kept_for_the_words_used_last() -> None:
     editor = Editor(vocab_size=VOCAB, eos_token_ids=(EOS,), tokenizer=Counting())
     for words in (["1", "2"], ["2", "1"], [str(number) for number in range(3, MOST_SPELLINGS + 2)], ["1"], ["2"]):
         editor.edit(make_state(0, PROMPT, SamplingParams(bad_words=words)), None)
-    assert len(spelled) == MOST_SPELLINGS + 1 and spelled[-1] == "2", "only the word whose use was longest ago has gone"
+    assert len(spelled) == MOST_SPELLINGS + 2 and spelled[-1] == "2", "only the word whose use was longest ago has gone"
 
 
 def test_a_row_without_edits_keeps_its_bits_and_all_are_processed_after_them() -> None:

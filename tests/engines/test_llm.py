@@ -227,6 +227,7 @@ class TestBadInput:
             ([[5], b"text"], r"^prompts\[1\]=b'text': give text"),
             ([[5], [1.7]], r"prompts\[1\]=\[1\.7\]: give text, or a list of integer token ids"),
             ([None], r"prompts\[0\]=None: give text"),
+            ([40, 41], r"^prompts\[0\]=40: is a token id.*in a list of their own"),
         ],
     )
     def test_prompts(self, qwen3: str, prompts: list, message: str) -> None:

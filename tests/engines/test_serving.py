@@ -140,3 +140,33 @@ def test_usage_ends_a_stream_that_asks_for_it(client: openai.OpenAI) -> None:
     *chunks, last = client.completions.create(**asked, stream_options={"include_usage": True})
     assert last.choices == [] and last.usage is not None and all(one.usage is None for one in chunks)
     assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.total_tokens) == (6, 14, 20)
+
+
+def test_of_tokens_with_one_text_the_sampled_one_counts_then_the_most_likely(alone: LLM, client: openai.OpenAI) -> None:
+    digit, *halves = alone.encode(["2é"])[0]
+    options: dict[str, Any] = {"seed": 3, "n": 40, "max_tokens": 1, "logprobs": 3, "temperature": 5.0}
+    params = SamplingParams(**options, logit_bias=dict.fromkeys([digit, *halves], 1e3))
+    expected = completions(alone.generate(["12+34="], params))
+    assert {one.token_ids[0] for one in expected} == {digit, *halves}
+    whole = client.completions.create(
+        model="tiny", prompt="12+34=", **options, logit_bias={str(token): 1000 for token in [digit, *halves]}
+    )
+    for choice, one in zip(whole.choices, expected, strict=True):
+        values = {token: one.logprobs[0][token].logprob for token in [digit, *halves]}
+        most_likely = max(values[token] for token in halves)
+        half = values[one.token_ids[0]] if one.token_ids[0] in halves else most_likely
+        assert choice.logprobs is not None and choice.logprobs.top_logprobs is not None
+        assert choice.logprobs.top_logprobs[0] == pytest.approx({"2": values[digit], "\ufffd": half}, rel=1e-9)
+
+
+def test_without_max_tokens_a_chat_goes_on_to_the_end_of_a_small_cache(chat_model: Path) -> None:
+    llm = LLM(chat_model, kv_cache_bytes=2**15)
+    assert llm.max_model_len == 512
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "12+34="}]}
+    with serving(llm) as running:
+        client = running.client()
+        answer = client.chat.completions.create(**asked, extra_body={"ignore_eos": True})
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None and answer.usage.total_tokens == 2**15 // 128, "128 bytes of KV per token"
+        with pytest.raises(openai.BadRequestError, match="lower max_tokens"):
+            client.chat.completions.create(**asked, max_tokens=400)

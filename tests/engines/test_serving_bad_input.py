@@ -6,17 +6,18 @@ import json
 import random
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from engines import LLM, SamplingParams
 from engines.replica.stop_strings import find_stop
-from engines.serving.text import TextStream
+from engines.serving.text import TextStream, byte_test
 from experiments.serving_clients import CHAT, COMPLETIONS, malformed
 from tests.chat_models import chat_tokenizer, save_chat_checkpoint
 from tests.serving import Running, serving
@@ -69,6 +70,13 @@ def post(running: Running, path: str, body: Any) -> httpx.Response:
         (COMPLETIONS, {"logprobs": True}, "logprobs", "an integer"),
         (COMPLETIONS, {"stop": ["a"] * 17}, "stop", "at most 16"),
         (COMPLETIONS, {"stop": [""]}, "stop", "not empty"),
+        (
+            COMPLETIONS,
+            {"bad_words": ["a", "x" * 201]},
+            "bad_words",
+            r"bad_words\[1\]='x{20}\.\.\.'.* 201 .*at most 200",
+        ),
+        (COMPLETIONS, {"bad_words": "x" * 201}, "bad_words", "at most 200"),
         (COMPLETIONS, {"logit_bias": {"x": 1}}, "logit_bias", "must be an object"),
         (COMPLETIONS, {"logit_bias": {"99999": 1}}, "logit_bias", "outside the model's vocabulary"),
         (COMPLETIONS, {"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most max_tokens=8"),
@@ -128,6 +136,10 @@ def test_what_is_no_json_request_has_other_statuses(running: Running) -> None:
     assert error_of(HTTP.get(f"{running.url}/v2"))[0] == 404
     assert error_of(HTTP.get(f"{running.url}{COMPLETIONS}"))[0] == 405
     assert error_of(HTTP.post(running.url + COMPLETIONS, data={"prompt": "x"}))[0] == 415
+    for kind in ("Application/JSON", "application/json ; charset=utf-8"):
+        assert HTTP.post(
+            running.url + COMPLETIONS, content=b'{"prompt": "x"}', headers={"content-type": kind}
+        ).is_success
     longest = json.dumps({"prompt": "x"}).ljust(100_000).encode()
     assert post(running, COMPLETIONS, longest).status_code == 200
     assert error_of(post(running, COMPLETIONS, longest + b" "))[0] == 413
@@ -158,13 +170,22 @@ def test_tools_and_their_calls_are_rendered(chat_model: Path, running: Running) 
     assert len(with_tools.prompt_token_ids) > len(without.prompt_token_ids)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return chat_tokenizer("qwen2.5")
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2's: what no word has is in tokens of one byte, and a run of them that is no UTF-8 is all U+FFFD."""
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcehinorstw+=", "▁a", "▁answer"]
+    vocabulary = {word: token for token, word in enumerate(words)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    made.add_special_tokens(["</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", clean_up_tokenization_spaces=False)
 
 
-def test_parts_of_a_text_are_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.parametrize("make", [lambda: chat_tokenizer("qwen2.5"), fallback_tokenizer], ids=["BPE of bytes", "bytes"])
+def test_parts_of_a_text_are_the_text(make: Callable[[], PreTrainedTokenizerFast]) -> None:
     """The oracle decodes all tokens so far each time, and ends, as a replica does, at the first stop string."""
+    tokenizer = make()
 
     def decode(some: list[int]) -> str:
         return str(tokenizer.decode(some, skip_special_tokens=True))
@@ -181,7 +202,7 @@ def test_parts_of_a_text_are_the_text(tokenizer: PreTrainedTokenizerFast) -> Non
             tokens, num_stopped = tokens[: ends[0]], num_stopped + 1
             text = decode(tokens)
             text = text[: find_stop(text, stops)]
-        stream, parts, start = TextStream(decode, stops), "", 0
+        stream, parts, start = TextStream(decode, stops, byte_test(tokenizer)), "", 0
         while (end := start + rng.randint(1, 3)) < len(tokens):
             parts += stream.add(tokens[start:end])
             start = end

@@ -188,6 +188,8 @@ def test_params_that_a_model_refuses(llm: LLM, qwen3: str) -> None:
         ({"speculative_config": {"method": "suffix"}}, {"drafter": "suffix"}),
         ({"speculative_config": {"model": "a/b"}}, {"drafter": "model", "draft_model": "a/b"}),
         ({"speculative_config": None}, {}),
+        ({"enable_prefix_caching": None, "gpu_memory_utilization": None, "enforce_eager": None}, {}),
+        ({"enable_chunked_prefill": None, "trust_remote_code": None, "max_num_seqs": None, "block_size": None}, {}),
     ],
 )
 def test_options_of_the_engine(options: dict[str, Any], expected: dict[str, Any]) -> None:
