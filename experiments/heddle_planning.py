@@ -9,6 +9,7 @@ import itertools
 import math
 import random
 import statistics
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +18,16 @@ from typing import Any
 import numpy as np
 
 from engines.constraints import Count
+from engines.coordination.views import ReplicaView
+from engines.parallel.layout import ReplicaSpec
 from experiments import launch
 from experiments.comparison.results import ResultOptions, report
 from experiments.comparison.turns import short, timed
 from research.heddle.allocation import anneal, exhaustive
 from research.heddle.interference import SizeInterference, server_of
 from research.heddle.placement import Lengths, Server, aggregated, fast, printed_seconds, reference
+from research.heddle.planning import Planner
+from research.heddle.ranks import Expected
 from research.pat.profile import deployment_of
 from research.simulator.datasheets import H100, QWEN3_14B
 from research.simulator.pace import ProfilePace
@@ -47,8 +52,9 @@ def main() -> dict[str, Any]:
 
 
 def measure(num_cases: int = 500, num_seeds: int = 5) -> dict[str, Any]:
-    """`dp_exact`: whether the DP has found the best of all partitions; `dp_ms`: a placement of 6,400 trajectories on 16
-    replicas; `annealing_gap`: by how much Algorithm 2 is above the best allocation of 64 GPUs, the median."""
+    """`dp_exact`: whether the DP has found the best of all partitions; `dp_ms`, `aggregated_ms`, `planner_ms`: its
+    placement of 6,400 trajectories on 16 replicas, Algorithm 2's, and that of rollouts, with an error's 21 quantiles;
+    `annealing_gap`: by how much Algorithm 2 is above the best allocation of 64 GPUs, the median."""
     servers = replicas()
     gaps, seconds = [], []
     for seed in range(num_seeds):
@@ -58,13 +64,17 @@ def measure(num_cases: int = 500, num_seeds: int = 5) -> dict[str, Any]:
         many = long_tailed(NUM_TRAJECTORIES, seed)
         seconds.append(timed(partial(anneal, many, NUM_GPUS, servers))[0])
     lengths, equal = long_tailed(NUM_TRAJECTORIES, 1), [servers[1]] * NUM_REPLICAS
-    calls = {solve: partial(solve, lengths, equal) for solve in (fast, aggregated)}
-    times = {solve: statistics.median(timed(call)[0] for _ in range(9)) for solve, call in calls.items()}
+    planner = Planner(server_of=lambda *_: servers[1], errors=np.linspace(-1.0, 1.0, 21).tolist())
+    calls: dict[str, Callable[[], object]] = {
+        "dp": partial(fast, lengths, equal),
+        "aggregated": partial(aggregated, lengths, equal),
+        "planner": partial(planner, [Expected(float(length), 0.0) for length in lengths], views()),
+    }
+    times = {name: statistics.median(timed(call)[0] for _ in range(9)) for name, call in calls.items()}
     worse, most = mapping(num_cases)
     return {
         "dp_exact": all(is_exact(seed) for seed in range(num_cases)),
-        "dp_ms": short(1e3 * times[aggregated]),
-        "fast_dp_ms": short(1e3 * times[fast]),
+        **{f"{name}_ms": short(1e3 * seconds) for name, seconds in times.items()},
         "annealing_gap": short(statistics.median(gaps)),
         "annealing_gap_most": short(max(gaps)),
         "annealing_s": short(statistics.median(seconds)),
@@ -83,6 +93,20 @@ def replicas() -> dict[int, Server]:
     kv = {size: count for size, count in pace.num_kv_tokens(1).items() if size in TP_SIZES}
     deployment = deployment_of(pace, num_ranks=8, num_kv_tokens=kv, max_num_seqs=256, max_model_len=CAP)
     return {size: server_of(deployment, size, context=MEDIAN) for size in kv}
+
+
+def views() -> list[ReplicaView]:
+    """Equal replicas that are idle, as a policy sees them."""
+    none = dict.fromkeys(
+        ("num_assigned", "num_tokens", "num_reserved_blocks", "num_running", "num_waiting", "num_free_blocks"), 0
+    )
+    return [
+        ReplicaView(
+            spec=ReplicaSpec(id=rank, ranks=(rank,)), accepts=True, max_num_seqs=256, block_size=16, num_blocks=10**5,
+            seconds=0.0, **none,
+        )
+        for rank in range(NUM_REPLICAS)
+    ]  # fmt: skip
 
 
 def rising(slope: float) -> SizeInterference:

@@ -43,22 +43,23 @@ def compare(task: str, measured: Mapping[str, float | None]) -> list[dict[str, A
     above = {
         DIVIDED: 1.0,
         CONTEXT: ours.get(DIVIDED, 1.0),
-        DRAFTS: max(1.5, ours.get(CONTEXT, 1.0)),
-        OF_ORACLE: 0.9,
+        DRAFTS: ours.get(CONTEXT, 1.0),
         ADAPTIVE: max(ours.get(UNGROUPED, 1.0), ours.get(FIXED, 1.0)),
         UNGROUPED: ours.get(FIXED, 1.0),
-        FIXED: 0.95,
     }
-    below = {DRAFTS: 2.2, TAIL: 0.4}
+    least = {DRAFTS: 1.5, OF_ORACLE: 0.9, FIXED: 0.95}
+    most = {DRAFTS: 2.2, TAIL: 0.4}
+    ends = {name: [*filter(None, (above.get(name), least.get(name)))] for name in ours}
     return [
         {
             "task": task,
             "figure": FIGURES[name],
             "name": name,
             "paper": PAPER.get(task, {}).get(name),
-            "band": [above.get(name), below.get(name)],
+            "band": [max(ends[name], default=None), most.get(name)],
             "ours": short(value),
-            "inside": above.get(name, -math.inf) <= value <= below.get(name, math.inf),
+            "inside": above.get(name, -math.inf) < value
+            and least.get(name, -math.inf) <= value <= most.get(name, math.inf),
         }
         for name, value in ours.items()
     ]

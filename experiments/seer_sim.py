@@ -190,7 +190,7 @@ class SeerSimConfig(ResultOptions, ChunkFields):
 
 
 class _Counting:
-    """A pace that adds up the seconds for which replicas wait for stored KV."""
+    """A pace that adds up the seconds of all KV transfers; replicas wait for some, and most run beside steps."""
 
     def __init__(self, pace: ProfilePace) -> None:
         self._pace = pace

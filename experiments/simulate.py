@@ -167,6 +167,10 @@ class SimulateConfig(ChunkFields):
             schedule_policy("policies", name.removesuffix(WITH_PAT), self.chunk_options(), {})
         EngineConfig(**self.options())
         self.drafts()
+        if not self.changes_tp and self.pat != PatOptions():
+            raise ValueError(
+                f"pat: has no effect with policies={self.policies}; add {WITH_PAT} to one, or leave it out"
+            )
         if self.gpus % self.tensor_parallel_size:
             raise ValueError(
                 f"gpus={self.gpus}: is no multiple of tensor_parallel_size={self.tensor_parallel_size}; change --gpus"
@@ -212,10 +216,9 @@ class SimulateConfig(ChunkFields):
     def options(self) -> dict[str, Any]:
         """Of the engine."""
         options: dict[str, Any] = {"max_num_seqs": self.slots, "block_size": BLOCK_SIZE}
-        options["draft_lengths"] = self.draft_lengths
+        options |= {"draft_lengths": self.draft_lengths, "draft_server": self.draft_server}
         if self.max_draft_tokens:
             options |= {"drafter": "grouped_suffix", "max_draft_tokens": self.max_draft_tokens}
-            options["draft_server"] = self.draft_server
         return options
 
     def drafts(self) -> DraftAcceptance:

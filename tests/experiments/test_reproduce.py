@@ -28,7 +28,7 @@ RESULTS: dict[str, Any] = {
     },
     "drafting.json": {
         "acceptance_length": {
-            "1": {"0": {"1": 1.5, "4": 1.6}, "1": {"1": 2.0, "4": 2.1}, "15": {"1": 1.9, "2": 2.0, "4": 2.2}}
+            "1": {"0": {"1": 1.5, "4": 1.6}, "1": {"1": 2.0, "4": 2.0}, "15": {"1": 1.9, "2": 2.0, "4": 2.2}}
         }
     },
     "pat_sim.json": {
@@ -106,7 +106,8 @@ def test_each_row_says_what_was_measured_and_whether_it_is_inside(results: Path)
     assert list(rows) == [str(row.number) for row in reproduce.ROWS]
     assert rows["1"] == {"moonlight, divided": {"ours": 1.2, "inside": True}}
     assert rows["2"]["moonlight, context, tail"]["inside"] is False
-    assert [one["inside"] for one in rows["3"].values()] == [True, True, False, True]
+    assert [one["inside"] for one in rows["3"].values()] == [True, True, True, False, False, True]
+    assert rows["3"]["1 references, 4 paths"] == {"ours": 2.0, "inside": False}, "no more than one path"
     assert rows["4"]["moonlight, drafts over none"]["ours"] == 1.3
     assert rows["5"] is None and rows["11"] is None
     assert rows["6"] == {

@@ -144,6 +144,8 @@ def test_a_machine_that_cannot_follow_is_named(
     ("task", "ours", "inside"),
     [
         ("moonlight", {"divided": 1.47, "context": 1.62, "drafts": 2.5}, [True, True, False]),
+        ("moonlight", {"divided": 1.0, "context": 1.0, "drafts": 1.6}, [False, False, True]),
+        ("qwen2-vl-72b", dict(zip(seer_paper.FIG_11, (1.0, 1.0, 1.0), strict=True)), [False, False, True]),
         ("kimi-k2", {"divided": 1.2, "context": 1.1, "drafts": 1.6}, [True, False, True]),
         ("qwen2-vl-72b", {"context, tail": 0.5, "context, of the oracle": 0.9}, [False, True]),
         ("qwen2-vl-72b", dict(zip(seer_paper.FIG_11, (1.3, 1.31, 0.9), strict=True)), [False, True, False]),

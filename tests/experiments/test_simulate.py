@@ -163,6 +163,11 @@ def test_drafts_shorten_the_rollout(tmp_path: Path) -> None:
         (["--traces", "/sys"], "traces='/sys': cannot be written ("),
         (["--gpus-per-host", "3", "--tensor-parallel-size", "2"], "a replica would be on two hosts"),
         (["--wandb", "on"], "--wandb"),
+        (["--draft-server"], "--draft-server=True: is for drafter='grouped_suffix', not 'none'"),
+        (
+            ["--pat.margin", "0.3"],
+            "pat: has no effect with policies=('static', 'on-demand', 'longest-first'); add +pat",
+        ),
         (["--max-draft-tokens", "2000"], "--max-draft-tokens=2000: must be an integer of 1 to 1024"),
         (["--draft-tokens-per-step", "0", "15"], "DraftAcceptance.table={0: 15.0}: give numbers of references"),
     ],
