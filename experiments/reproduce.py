@@ -177,6 +177,8 @@ exact DP alone takes a fifth of that.
 """
 HEDDLE = "experiments/heddle_sim.py --models 14b --shrink 2"
 UNEQUAL = """\
+All values are of one set of lengths, and those near 1 differ by it: over three, with coding, FCFS takes 1.006, round
+robin 1.001, and least load 0.97 (`heddle_sim.py --seeds 3`, docs/heddle.md).
 Why: half of the paper's trajectories, 50 for each GPU. Priorities matter little where 64 GPUs have KV for nearly all.
 Fix-8 is what Heddle chooses with coding and math, since Algorithm 2 promises less over equal sizes than its estimates'
 error. Unequal sizes, by Algorithm 2 alone, take 1.03 to 1.20 times as long as Heddle's choice, and no less than equal
@@ -249,7 +251,7 @@ ROWS = (
     Row(
         number=12, target="Heddle, Fig. 14, 15, 16 (14B), and 12: seconds of what it replaces over its own",
         paper="1.1-1.26 (schedulers), 1.2-1.5 (placements), 1.1-1.3 (Fix-1, Fix-8), 1.1-2.5 (systems)",
-        band="above 1 for each scheduler, placement and fixed size", tier="sim",
+        band="above 1 for each scheduler, placement and fixed size (one set of lengths)", tier="sim",
         result="heddle_sim.json", command=HEDDLE, read=_heddle, note=UNEQUAL,
     ),
     Row(
