@@ -55,15 +55,6 @@ Prompts = str | Mapping[str, Any] | Items[Prompt | Messages | Mapping[str, Any]]
 dictionary alone is one prompt; the token ids or the messages of one prompt must be in a list, too."""
 
 
-def _check_prompts(prompts: object) -> None:
-    for index, one in enumerate(prompts if isinstance(prompts, list | tuple) else []):
-        if isinstance(one, int):
-            raise ValueError(
-                f"prompts[{index}]={one!r}: is a token id, and no prompt; put the ids of each prompt in a list of "
-                "their own, as [[40, 41]]"
-            )
-
-
 class LLM:
     """A Hugging Face checkpoint (Llama, Qwen2/2.5, Qwen3) ready to generate.
 
@@ -269,7 +260,6 @@ class LLM:
         """
         with together(self._world, "generate"):
             self._check_ready()
-            _check_prompts(prompts)
             requests = Requests.read(
                 prompts,
                 sampling_params,
@@ -411,7 +401,6 @@ class LLM:
 
         Raises ValueError for an invalid prompt, which the message names by its index, as `prompts[3]`.
         """
-        _check_prompts(prompts)
         prompts = as_prompts(prompts)
         return [self.chat_template.encode(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 

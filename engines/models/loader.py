@@ -55,11 +55,17 @@ def _check_tied_head(folder: Path, files: Iterable[Path]) -> None:
     then ties neither."""
     if not (folder / "config.json").is_file() or not ModelConfig.from_pretrained(folder).tie_word_embeddings:
         return
-    found = []
+    places: dict[str, Path] = {}
     for path in files:
         with _opened(path) as file:
-            found += [file.get_tensor(name) for name in ("model.embed_tokens.weight", HEAD) if name in file.keys()]  # noqa: SIM118
-    if len(found) == 2 and not torch.equal(*found):
+            places |= dict.fromkeys({"model.embed_tokens.weight", HEAD} & {*file.keys()}, path)
+    if len(places) < 2:
+        return
+    pair = []
+    for name, path in places.items():
+        with _opened(path) as file:
+            pair.append(file.get_tensor(name))
+    if not torch.equal(*pair):
         raise ValueError(
             f"model={str(folder)!r}: config.json has tie_word_embeddings=true, but {HEAD!r} is not the embedding; set "
             "it to false"

@@ -83,6 +83,11 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, name: str) -> list[int]:
         if not is_unicode(prompt):
             raise ValueError(f"{name}={prompt!r}: holds half a surrogate pair, which is no text")
         return list(tokenizer.encode(prompt))
+    if isinstance(prompt, int):
+        raise ValueError(
+            f"{name}={prompt!r}: is a token id, and no prompt; put the ids of each prompt in a list of their own, as "
+            "[[40, 41]]"
+        )
     try:
         if isinstance(prompt, bytes):
             raise TypeError
