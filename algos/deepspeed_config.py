@@ -31,6 +31,7 @@ Beta = Annotated[float, Meta(ge=0, lt=1, description="in [0, 1)")]
 
 BATCH_FIELDS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ADAM_TYPES = ("adam", "adamw")
+STEPS_ADAM = (*ADAM_TYPES, "muon")  # Muon is for matrices that map hidden states: Adam steps the rest
 OPTIMIZERS = (*ADAM_TYPES, "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 """DeepSpeed's own; it also takes those of torch by name."""
@@ -238,15 +239,16 @@ def _optimizer(user: dict[str, Any] | None, name: str, config: TrainerConfig, ze
     optimizer = {"type": "AdamW"} | (user or {})
     if str(optimizer["type"]).lower() not in OPTIMIZERS:
         _check_type(optimizer["type"], "optimizer.type", OPTIMIZERS, "torch.optim", name)
+    kind = optimizer["type"].lower()
     params: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    if optimizer["type"].lower() in ADAM_TYPES:
+    if kind in STEPS_ADAM:
         params |= {"betas": list(config.betas), "eps": config.adam_eps}
     params |= optimizer.get("params", {})
     offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-    if optimizer["type"].lower() in ADAM_TYPES and not offloads:
-        # Use torch's AdamW: DeepSpeed's compiles a kernel at the first start. Offloading requires DeepSpeed's.
+    if kind in STEPS_ADAM and not offloads:
+        # torch's AdamW: DeepSpeed's compiles a kernel at the first start, for minutes. Offloading requires DeepSpeed's.
         params.setdefault("torch_adam", True)
-        if params["torch_adam"] and not params.get("foreach"):
+        if kind in ADAM_TYPES and params["torch_adam"] and not params.get("foreach"):
             params.setdefault("fused", True)
     return optimizer | {"params": params}
 

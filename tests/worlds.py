@@ -40,6 +40,7 @@ from engines.lifetime import die_with, imports
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache, all_layouts
 from experiments import launch
+from tests.proc import open_files
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = (
@@ -114,11 +115,7 @@ def error_of(call: Any) -> str:
 
 def shared_files() -> int:
     """Files of shared memory that this process holds open, by the names that they had."""
-    count = 0
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            count += "curtail-" in os.readlink(f"/proc/self/fd/{number}")
-    return count
+    return sum("curtail-" in name for name in open_files().values())
 
 
 def run_python(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import tempfile
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.proc import open_files
 from tests.worlds import FORKED
 
 FOLDERS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
@@ -28,11 +27,7 @@ def assert_nothing_left(pids: Iterable[int], paths: Iterable[Path] = ()) -> None
 def all_held() -> set[object]:
     """This process's threads and open files. What is there after a call and was not before was left by the call, unlike
     a difference of the counts: what other tests have left may go at any moment."""
-    files = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            files.add((number, os.readlink(f"/proc/self/fd/{number}")))
-    return {*threading.enumerate(), *files}
+    return {*threading.enumerate(), *open_files().items()}
 
 
 def files_of(pids: set[int]) -> list[Path]:
