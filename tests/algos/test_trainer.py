@@ -576,7 +576,8 @@ def test_only_muon_brings_inductor_and_others_may_still_compile(optimizer: str, 
     path.write_text(json.dumps({"optimizer": {"type": optimizer}, "zero_optimization": {"stage": 1}}))
     done = run_python(["-c", STEP, str(path), optimizer], env=os.environ | {"TORCH_EXTENSIONS_DIR": str(kernels)})
     assert not kernels.exists(), list(kernels.rglob("*"))
-    assert done.stdout.split()[-2:] == [str(optimizer == "Muon"), "True"], done.stdout + done.stderr
+    found = done.stdout.split()[-4:]
+    assert found == ["(0.5,0.75)", "0.125", str(optimizer == "Muon"), "True"], done.stdout + done.stderr
 
 
 STEP = """
@@ -585,7 +586,7 @@ from pathlib import Path
 from algos.deepspeed_config import TrainerConfig, resolve
 from algos.deepspeed_engine import backward, make_engine, start_deepspeed, stop_deepspeed
 start_deepspeed()
-config = TrainerConfig(deepspeed_config=Path(sys.argv[1]))
+config = TrainerConfig(deepspeed_config=Path(sys.argv[1]), betas=(0.5, 0.75), adam_eps=0.125)
 model = torch.nn.Linear(4, 4)
 for parameter in model.parameters():
     parameter.use_muon = sys.argv[2] == "Muon" and parameter.ndim == 2
@@ -593,7 +594,8 @@ engine = make_engine(model, config, resolve(config, num_ranks=1))
 if not model.weight.use_muon:  # compiling would take a minute
     backward(engine, engine(torch.ones(2, 4, dtype=model.weight.dtype)).sum())
     engine.step()
-print("torch._inductor.compile_fx" in sys.modules, end=" ")
+adam = engine.basic_optimizer.param_groups[-1]
+print("({},{})".format(*adam["betas"]), adam["eps"], "torch._inductor.compile_fx" in sys.modules, end=" ")
 graphs = []
 def backend(graph, inputs):
     graphs.append(graph)
