@@ -106,7 +106,7 @@ def test_no_token_depends_on_the_other_model(folders: list[Path], seed: int) -> 
 
 
 def test_the_rollout_alone_uses_the_whole_machine(folders: list[Path]) -> None:
-    found = process(folders, num_pages=200).run([], lending(), seed=0, seconds=0.5)
+    found = process(folders, num_pages=200).run([], lending(), seed=0, num_rolled=6)
     assert found.lent.num_tokens > 50 and not found.serving_s
     assert found.lent.num_taken_back == 0
 
@@ -121,7 +121,7 @@ def test_the_command_measures_every_policy_and_a_run_at_its_own_speed() -> None:
     for cell in ("conversation", "full"):
         assert {*found["slo"][cell]} == {"alone", "none", "dual", "static_split"}
         assert {*found["harvest"][cell]} == {"none", "dual", "static_split"}
-        assert found["harvest"][cell]["none"] > 0.1
+        assert found["harvest"][cell]["none"] > 0
         assert found["cells"][cell]["dual"]["of_alone"] >= 0  # on a busy machine, too, as below
     assert found["live"]["rollout_tokens_per_s"] >= 0
     for tier in ("paced", "sim"):  # on a busy machine SLOs may leave no room for the rollout
