@@ -121,7 +121,7 @@ def test_the_command_measures_every_policy_and_a_run_at_its_own_speed() -> None:
     for cell in ("conversation", "full"):
         assert {*found["slo"][cell]} == {"alone", "none", "dual", "static_split"}
         assert {*found["harvest"][cell]} == {"none", "dual", "static_split"}
-        assert found["harvest"][cell]["none"] > 0
+        assert found["harvest"][cell]["none"] > 0.1
         assert found["cells"][cell]["dual"]["of_alone"] >= 0  # on a busy machine, too, as below
     assert found["live"]["rollout_tokens_per_s"] >= 0
     for tier in ("paced", "sim"):  # on a busy machine SLOs may leave no room for the rollout
