@@ -51,6 +51,7 @@ from experiments.validation_cells import (
     Run,
     cells,
     describe,
+    follows_pace,
     score,
 )
 from research.simulator.cluster import Overheads, SimulatedRollout
@@ -260,6 +261,8 @@ def _result(
         "error_as_dispatched": each("as_dispatched"),
         "finish_error": each("finish_error"),
         "a_a": each("a_a"),
+        "gap_excess": each("gap_excess"),
+        "follows_pace": follows_pace(scores),
         "simulated_range": {
             name: [short(one["simulated_least"]), short(one["simulated_most"])] for name, one in scores.items()
         },
