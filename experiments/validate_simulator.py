@@ -36,7 +36,8 @@ from experiments import launch
 from experiments.bench.models import checkpoint
 from experiments.comparison.machine import busy
 from experiments.comparison.real import RealWorld
-from experiments.comparison.results import ResultOptions, report
+from experiments.comparison.results import ResultOptions, longer_than_paced, report
+from experiments.comparison.rollouts import Rollout
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns, short
 from experiments.validation_cells import (
@@ -51,7 +52,6 @@ from experiments.validation_cells import (
     Run,
     cells,
     describe,
-    follows_pace,
     score,
 )
 from research.simulator.cluster import Overheads, SimulatedRollout
@@ -112,6 +112,8 @@ class Paced:
         """Commands that fresh cores returned again."""
         self.digests: dict[str, set[str]] = {}
         """Of the tokens, by cell: one for all of its rollouts."""
+        self.rollouts: dict[str, list[Rollout]] = {}
+        """Those that were paced, by cell."""
 
     def roll_out(self, cell: Cell, policy: SchedulePolicy, *, is_paced: bool = True) -> Run:
         from engines.rollout import world as rollout_world
@@ -127,6 +129,8 @@ class Paced:
         with recording(rollout_world):
             done = bench.roll_out(cell.workload(), variant, on_end=partial(self._replay, cell))
         self.digests.setdefault(cell.name, set()).add(done.digest)
+        if is_paced:
+            self.rollouts.setdefault(cell.name, []).append(done)
         ends = launch.on_rank_0(world, lambda: list(done.finish_times.items()))
         run = describe(done.steps, {tuple(id_): end for id_, end in ends}, world.size)
         return replace(run, dispatches=tuple(recorded.dispatches))
@@ -216,7 +220,8 @@ def main() -> dict[str, Any] | None:
         for cell in chosen
     }
     scores = {name: score(run, paced[name], as_dispatched[name]) for name, run in simulated.items()}
-    return _result(config, simulated, paced, scores, gap_s, replayed, tokens_equal, log_equal, policies)
+    late = {name: longer_than_paced(name, real.rollouts[name]) for name in scores}
+    return _result(config, simulated, paced, scores, late, gap_s, replayed, tokens_equal, log_equal, policies)
 
 
 def _result(
@@ -224,6 +229,7 @@ def _result(
     simulated: dict[str, list[Run]],
     paced: dict[str, list[Run]],
     scores: dict[str, dict[str, float]],
+    late: dict[str, dict[str, Any]],
     gap_s: float,
     num_replayed: int,
     tokens_equal: bool,
@@ -261,8 +267,8 @@ def _result(
         "error_as_dispatched": each("as_dispatched"),
         "finish_error": each("finish_error"),
         "a_a": each("a_a"),
-        "gap_excess": each("gap_excess"),
-        "follows_pace": follows_pace(scores),
+        "steps_longer_than_paced": {name: one["steps_longer_than_paced"] for name, one in late.items()},
+        "follows_pace": all(one["follows_pace"] for one in late.values()),
         "simulated_range": {
             name: [short(one["simulated_least"]), short(one["simulated_most"])] for name, one in scores.items()
         },

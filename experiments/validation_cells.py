@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -277,27 +276,7 @@ def score(simulated: list[Run], paced: list[Run], as_dispatched: list[Run]) -> d
         "a_a": (max(run.makespan for run in paced) - min(run.makespan for run in paced)) / makespan,
         "a_a_finish": _distance(paced[:1], paced[-1:]) / makespan,
         "preempted": statistics.median(run.num_preempted for run in simulated),
-        "gap_excess": (statistics.fmean(run.gap for run in paced) - statistics.fmean(run.gap for run in simulated))
-        / makespan,
     }
-
-
-MOST_GAP_EXCESS = 0.03
-"""Share of its makespan by which a cell's gaps between steps may be longer than simulated."""
-
-
-def follows_pace(scores: Mapping[str, Mapping[str, float]]) -> bool:
-    """Returns whether this machine has followed the pace in all cells; names on stderr those where it has not."""
-    late = {name: one["gap_excess"] for name, one in scores.items() if one["gap_excess"] > MOST_GAP_EXCESS}
-    if late:
-        cells = ", ".join(f"{name} {excess:.0%}" for name, excess in late.items())
-        print(
-            f"gaps between steps took longer than simulated, as shares of the makespan: {cells}: this machine cannot "
-            "follow the pace, which looks like an error of the simulator; give a larger --scale",
-            file=sys.stderr,
-            flush=True,
-        )
-    return not late
 
 
 def _distance(some: list[Run], others: list[Run]) -> float:
